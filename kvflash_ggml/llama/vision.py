@@ -115,13 +115,14 @@ def answer(llm: Any, *args: Any, **settings: Any) -> Any:
 class Rows:
     """The rows of an image, or of a part of one, before they are encoded.
 
-    key: names it beside others. numbers: stand for its rows in a text, [rows]. axes, size: see `MediaRows.add`.
+    key: names it beside others. numbers: stand for its rows in a text, [rows]. axes, size, mutual: see `MediaRows.add`.
     """
 
     key: bytes
     numbers: Int32s
     axes: Int32s | None
     size: int
+    mutual: bool
 
 
 class Encoder:
@@ -132,7 +133,8 @@ class Encoder:
     """
 
     def __init__(self, llm: Any) -> None:
-        handler, pool = llm.chat_handler, llm._reader.sequence.pool
+        handler, sequence = llm.chat_handler, llm._reader.sequence
+        pool = sequence.pool
         speculator = llm._reader.speculator
         if speculator is not None and (speculator.types != (NGRAM,) or llm._config.answer == "lossless"):
             raise ConfigError(
@@ -148,25 +150,37 @@ class Encoder:
         self.mtmd, self.context = handler._mtmd_cpp, handler.mtmd_ctx
         self.media: MediaRows = pool.media
         self._width = pool.engine.info.n_embd
+        self._alibi, self._step = pool.engine.info.alibi, min(pool.n_ubatch, sequence.n_batch)
 
     def rows(self, chunk: Any, part: int) -> Rows:
         """What stands for an image, or a part of one. part: its number, of an image that is cut in several.
 
         ConfigError for what a pool cannot place.
         """
-        if self.mtmd.mtmd_decode_use_non_causal(self.context, chunk):
-            raise ConfigError("images whose rows see each other (non-causal) in a pool: use kvflash=None")
         if self.mtmd.mtmd_input_chunk_get_type(chunk) != self.mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE:
             raise ConfigError("audio in a pool is not served yet: use kvflash=None")
         axes, size = None, self.mtmd.mtmd_input_chunk_get_n_pos(chunk)
         if self.mtmd.mtmd_decode_use_mrope(self.context):
             axes = self._axes(chunk)
+        count = self.mtmd.mtmd_input_chunk_get_n_tokens(chunk)
+        mutual = bool(self.mtmd.mtmd_decode_use_non_causal(self.context, chunk))
+        if mutual:
+            self._check_span(count, alone=axes is None)
         place = b"" if axes is None else axes.tobytes()
         name = hashlib.sha256(self.mtmd.mtmd_input_chunk_get_id(chunk) or b"").digest()
         key = hashlib.sha256(self._digest + name + part.to_bytes(8, "little") + place).digest()
         advances = None if axes is None else np.diff(axes[0], append=np.int32(size))
-        numbers = numbers_of(key, self.mtmd.mtmd_input_chunk_get_n_tokens(chunk), advances)
-        return Rows(key, numbers, axes, size)
+        return Rows(key, numbers_of(key, count, advances, mutual=mutual), axes, size, mutual)
+
+    def _check_span(self, rows: int, *, alone: bool) -> None:
+        """ConfigError if a pool cannot read so many rows that see each other. alone: none share a position."""
+        if self._alibi or not alone:
+            raise ConfigError("images whose rows see each other, of a model with ALiBi or M-RoPE: use kvflash=None")
+        if rows > self._step:
+            raise ConfigError(
+                f"an image of {rows} rows that see each other is read in one step, and a step has {self._step}: "
+                f"n_ubatch and n_batch must be at least {rows}"
+            )
 
     def _axes(self, chunk: Any) -> Int32s:
         """The positions of a chunk's rows, see `Part`. ConfigError if its rows would be hidden otherwise.
@@ -201,7 +215,7 @@ class Encoder:
                 raise DecodeError(f"the image encoder answered {code} for an image of {count} rows")
             data = self.mtmd.mtmd_get_output_embd(self.context)
             made: Floats = np.ctypeslib.as_array(data, shape=(count, self._width)).copy()
-        self.media.add(rows.key, made, rows.axes, rows.size)
+        self.media.add(rows.key, made, rows.axes, rows.size, mutual=rows.mutual)
 
 
 class Seat:

@@ -24,18 +24,20 @@ LIMIT = 512 << 20
 MOST = 0xFFFF
 """How far the position can go on behind a row."""
 
-_KIND, _ONE, _STAYS, _JUMPS = (np.int32(kind << 29) for kind in range(3, -1, -1))
-"""Two bits of a number, behind the sign: the position goes on by one, it stays, or it goes on by the lowest 16 bits."""
+_KIND = _MUTUAL = np.int32(3 << 29)
+_ONE, _STAYS, _JUMPS = (np.int32(kind << 29) for kind in (2, 1, 0))
+"""Two bits of a number, behind the sign: the position goes on by one, it stays, or it goes on by the lowest 16 bits.
+MUTUAL: it goes on by one, and the rows of the medium see each other."""
 
 
-def numbers_of(key: bytes, count: int, advances: Int32s | None = None) -> Int32s:
+def numbers_of(key: bytes, count: int, advances: Int32s | None = None, *, mutual: bool = False) -> Int32s:
     """The numbers of a medium of `count` rows, [count], each negative.
 
     key: names the medium and its encoder. advances: how far the position goes on behind each row, [count], 0 to MOST;
-    None: by one.
+    None: by one. mutual: the rows see each other, and the position goes on by one.
     """
     digest = hashlib.shake_256(key + count.to_bytes(8, "little")).digest(4 * count)
-    numbers: Int32s = (np.frombuffer(digest, "<i4") & ~_KIND) | np.int32(-1 << 31) | _ONE
+    numbers: Int32s = (np.frombuffer(digest, "<i4") & ~_KIND) | np.int32(-1 << 31) | (_MUTUAL if mutual else _ONE)
     if advances is not None:
         numbers = np.where(advances == 1, numbers, numbers ^ _ONE ^ np.where(advances == 0, _STAYS, _JUMPS))
         numbers = np.where(advances > 1, (numbers & ~np.int32(MOST)) | advances.astype(np.int32), numbers)
@@ -47,6 +49,12 @@ def advances_of(text: Int32s) -> Int32s:
     kinds = np.where(text < 0, text & _KIND, _ONE)
     advances: Int32s = np.where(kinds == _JUMPS, text & np.int32(MOST), kinds != _STAYS).astype(np.int32)
     return advances
+
+
+def are_mutual(rows: Int32s) -> bool:
+    """Do these rows, of tokens or of one medium, see each other?"""
+    first = rows.item(0)
+    return first < 0 and first & int(_KIND) == int(_MUTUAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +95,16 @@ class MediaRows:
         self._fresh.add(key)
         return span[0]
 
-    def add(self, key: bytes, rows: Floats, axes: Int32s | None = None, size: int = 0) -> Int32s:
+    def add(
+        self, key: bytes, rows: Floats, axes: Int32s | None = None, size: int = 0, *, mutual: bool = False
+    ) -> Int32s:
         """Keep the embeddings of a medium, [count, width], and return its numbers, [count].
 
         axes: see `Part`. size: what follows the medium is so many positions behind its first row, if there are axes.
+        mutual: do its rows see each other? Then there are no axes.
         """
         advances = None if axes is None else np.diff(axes[0], append=np.int32(size))
-        numbers = numbers_of(key, len(rows), advances)
+        numbers = numbers_of(key, len(rows), advances, mutual=mutual)
         self._spans[key] = numbers, Part(rows, axes)
         self._size += rows.nbytes
         self._fresh.add(key)

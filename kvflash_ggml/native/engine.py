@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ..arrays import Buffer, Floats, Int32s, room_for
 from ..constants import CHUNK
 from ..errors import CLOSED, ConfigError, EngineError, KVFlashError, UnsupportedModelError
-from ..media.rows import Part
+from ..media.rows import Part, are_mutual
 from . import logits
 from ._kvf import ffi, lib
 from .info import DeviceInfo, EngineInfo, Layer, read_info, read_layers
@@ -138,7 +138,8 @@ class Engine:
         wait: transfer that must be done before the compute starts, 0 for none.
         codes: empty; takes 0 if all went well, and another number if no token was kept.
         streamed: what the step attends to if that is not the pool. Images may move after `streamed_ticket`.
-        media: so many rows, of `info.n_embd` values, that are evaluated in place of tokens.
+        media: so many rows, of `info.n_embd` values, that are evaluated in place of tokens. They see each other if
+        `token` says so, `n_ubatch` at most; the mask says it of the pool.
 
         Raises:
             DecodeError: llama_decode failed. Recurrent state and captured queries may have changed.
@@ -175,10 +176,10 @@ class Engine:
             axes[3] = media.axes[3]
             pos = ffi.from_buffer("int32_t[]", np.ascontiguousarray(axes, np.int32))
         try:
-            self._plan.embd, self._plan.pos = data, pos
+            self._plan.embd, self._plan.pos, self._plan.mutual = data, pos, are_mutual(self.token)
             self.step(shape[0], self._plan.wait, codes, streamed)
         finally:
-            self._plan.embd, self._plan.pos = ffi.NULL, self._keep["pos"]
+            self._plan.embd, self._plan.pos, self._plan.mutual = ffi.NULL, self._keep["pos"], 0
 
     @contextlib.contextmanager
     def _attending(self, streamed: Streamed) -> Iterator[None]:

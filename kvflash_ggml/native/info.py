@@ -82,7 +82,8 @@ class EngineInfo:
     """What the pooled cache looks like; `n_swa` and `recurrent` tell what else the memory holds. Sizes are bytes.
 
     n_embd: values of a media row. n_seq: sequences that can be named. query_rows: rows for captured queries, per layer.
-    branches: can tokens of a step be siblings, of one position?
+    branches: can tokens of a step be siblings, of one position? windows_mutual: do rows of media that see each other do
+    so in sliding windows only?
     rs_planes: tokens that recurrent state can go back within a step, 0 if it cannot.
     rotated: bit 0 if keys are stored rotated, bit 1 if values are.
     host_compute: has the CPU a part in every step, with `n_threads` threads? devices: in the order of the layers.
@@ -101,6 +102,7 @@ class EngineInfo:
     v_trans: bool
     query_rows: int
     branches: bool
+    windows_mutual: bool
     page_bytes: int
     device_bytes: int
     rotated: int
@@ -144,6 +146,7 @@ def read_info(engine: object) -> EngineInfo:
         v_trans=bool(raw.v_trans),
         query_rows=raw.query_rows,
         branches=bool(raw.branches),
+        windows_mutual=bool(raw.windows_mutual),
         page_bytes=raw.page_bytes,
         device_bytes=raw.device_bytes,
         rotated=raw.rotated,

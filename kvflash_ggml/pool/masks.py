@@ -1,7 +1,8 @@
 """Attention masks: mask rows over the slots of a pool or of a layer buffer, and the order of the rows of a draft tree.
 
 One rule everywhere: a slot that holds position `p` is visible to a query at position `q` iff `0 <= p <= q`. Rows of
-rejected drafts, of a truncated tail and of free blocks are hidden by it without being cleared.
+rejected drafts, of a truncated tail and of free blocks are hidden by it without being cleared. Rows of an image see
+each other, too, where a model wants it. A position is the number of a row in its text.
 """
 
 from __future__ import annotations
@@ -77,6 +78,11 @@ class SlotMask:
         self._own_triangle(rows, start, slots)
         self._base = start if n == 1 else -2
         return rows
+
+    def open_span(self, slots: Int32s, first: int = 0) -> None:
+        """Let the rows that `fill` has written last see each other. They take these slots."""
+        self._rows.data[first : first + len(slots), slots] = self._open
+        self._base = -2
 
     def fill_tree(self, start: int, slots: Int32s, parent: Int32s, first: int = 0) -> npt.NDArray[np.floating]:
         """Rows for the nodes of a tree that follows the positions before `start`, each in a slot of its own.
@@ -190,24 +196,27 @@ class StageMask:
 
     def __init__(self, max_rows: int) -> None:
         self._data = np.empty((max_rows, round_up(max_rows + CHUNK, POOL_STEP) + POOL_STEP), np.float16)
-        self._filled = (0, 0)
+        self._filled = (0, 0, False)
 
-    def fill(self, start: int, count: int, view: View) -> tuple[Halves, int]:
+    def fill(self, start: int, count: int, view: View, *, mutual: bool = False) -> tuple[Halves, int]:
         """(rows [count, n], the row of the stage that their first column is).
 
-        What comes before that is visible to every token. Of the rest a token sees what is at or before its position.
+        What comes before that is visible to every token. Of the rest a token sees what is at or before its position, or
+        everything if they are `mutual`.
         """
-        if self._filled != (view.rows, count):  # a prompt is read in steps that are alike
+        if self._filled != (view.rows, count, mutual):  # a prompt is read in steps that are alike
             seen = np.tri(count, self._data.shape[1], view.rows, dtype=bool)
+            seen[:, : view.rows + count] |= mutual
             self._data[:count] = np.where(seen, np.float16(0), np.float16(-np.inf))
-            self._filled = (view.rows, count)
+            self._filled = (view.rows, count, mutual)
         return self._data[:count], len(view.chunks) * CHUNK
 
 
 class AlibiStageMask(StageMask):
     """For models whose attention adds the negative distance: it is given for all rows."""
 
-    def fill(self, start: int, count: int, view: View) -> tuple[Halves, int]:
+    def fill(self, start: int, count: int, view: View, *, mutual: bool = False) -> tuple[Halves, int]:
+        assert not mutual
         chunks: npt.NDArray[np.int32] = np.array(view.chunks, np.int32)
         past = (chunks[:, None] * CHUNK + np.arange(CHUNK, dtype=np.int32)).reshape(-1)
         own = np.arange(start - view.rows, start + count, dtype=np.int32)

@@ -213,11 +213,14 @@ class Paging:
 
     @contextmanager
     def streamed(
-        self, view: View, layout: Layout, mask: StageMask, start: int, count: int, asked: Asked
+        self, view: View, layout: Layout, mask: StageMask, start: int, count: int, asked: Asked, *, mutual: bool = False
     ) -> Iterator[Streamed]:
-        """What the engine has to know of a step of `count` tokens at `start` that sees this. Images stay meanwhile."""
+        """What the engine has to know of a step of `count` tokens at `start` that sees this. Images stay meanwhile.
+
+        mutual: these tokens see each other.
+        """
         block = layout.chunks[start // CHUNK].block if view.rows else 0
-        rows, first = mask.fill(start, count, view)
+        rows, first = mask.fill(start, count, view, mutual=mutual)
         with self.store.lease(view.chunks) as images, self._known_transfers():
             yield Streamed(images, view.rows, block, rows, first, asked)
             self.store.in_use(view.chunks, self._engine.streamed_ticket)

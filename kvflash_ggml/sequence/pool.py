@@ -14,7 +14,7 @@ from ..arrays import Int32s
 from ..constants import CHUNK
 from ..errors import ConfigError
 from ..host.heap import PageHeap
-from ..media.rows import MediaRows, Part, advances_of
+from ..media.rows import MediaRows, Part, advances_of, are_mutual
 from ..pool.masks import AlibiMask, AlibiStageMask, MaskRows, SlotMask, StageMask
 from ..pool.page_table import BlockAllocator, PageTable
 from ..pool.shares import Claim, dealt, sizes
@@ -180,6 +180,8 @@ class Pool:
                 layout.slots(start, slots)
                 if step.streamed is None:
                     step.mask.fill(start, slots, first)
+                    if step.tokens[0] < 0 and self.is_span(step.tokens):
+                        step.mask.open_span(slots, first)
             else:
                 engine.pos[first:end] = start + branches.depth
                 if step.queries.rows:
@@ -201,6 +203,10 @@ class Pool:
             engine.step(self.padding.fill(end, {step.seq for step in steps}), wait, codes)
         finally:
             self.padding.clear(end)
+
+    def is_span(self, tokens: Int32s) -> bool:
+        """Do the rows of a step, which is of tokens or of media, see each other in the pool?"""
+        return are_mutual(tokens) and not self.engine.info.windows_mutual
 
     def _media(self, step: Step) -> Part:
         """What a step of media computes."""

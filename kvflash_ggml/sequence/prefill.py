@@ -11,6 +11,7 @@ from ..arrays import Int32s
 from ..constants import CHUNK
 from ..errors import KVFlashError
 from ..logs import Progress
+from ..media.rows import are_mutual
 from ..native.streamed import NOBODY, Asked
 from ..pool.page_table import PageTableState
 from ..state.session import Replay
@@ -149,6 +150,8 @@ class Prefill:
         text, checkpoint = self._text, self._checkpoint
         start = text.length
         count = min(text.n_ubatch, end - self._done, text.table.room(start, spare=spare))
+        if are_mutual(self._tokens[self._done : end]):
+            count = end - self._done  # in one step, which the pool has room for or refuses
         media = self._tokens.item(self._done) < 0  # nothing goes back to within an image
         if checkpoint is not None and not question and not media and start < checkpoint < start + count:
             count = checkpoint - start

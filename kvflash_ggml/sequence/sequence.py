@@ -278,7 +278,7 @@ class Sequence:
         assert step.view is not None
         try:
             seen = step.view, step.plan.layout, self.pool.stage_mask, start, n, step.output.asked
-            with self.paging.streamed(*seen) as step.streamed:
+            with self.paging.streamed(*seen, mutual=self.pool.is_span(step.tokens)) as step.streamed:
                 self.pool.run([step])
         except HostMemoryError as err:
             if step.codes:

@@ -201,6 +201,16 @@ def test_plans_of_no_or_too_many_tokens_are_refused(count: int, why: str, one: B
         one.session.engine.step(count, 0, [])
 
 
+def test_rows_that_see_each_other_fit_a_ubatch(bare: Make) -> None:
+    """llama.cpp would end the process."""
+    engine = bare(pool=512, n_ctx=512, n_ubatch=32, n_batch=96).session.engine
+    engine.pos[:40] = engine.slot[:40] = np.arange(40)
+    engine._plan.mutual = 1
+    with pytest.raises(EngineError, match="40 rows that see each other in a step, it takes up to n_ubatch, 32"):
+        engine.step(40, 0, [])
+    assert (engine.cells(0, 512) == -1).all()
+
+
 @pytest.mark.parametrize("seq", [1, -1, 2**31 - 1])
 def test_other_sequences_are_refused_by_every_call(seq: int, one: Bare, tokens: Any) -> None:
     from kvflash_ggml.native._kvf import ffi, lib

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import MODELS, TEXT
+from support.harness import MODELS, TEXT, write_iswa
 from support.vision import ROWS, SIDE, WIDE, WIDE_PIXELS, png, write_mrope, write_projector
 
 from kvflash_ggml import Llama, SpecConfig
@@ -74,20 +74,29 @@ class Pair:
     pixels: tuple[int, int] = (SIDE, SIDE)
     rows: int = ROWS
     ends: int = ROWS
+    pool: int = 512
+    steps: tuple[int, int] = (128, 96)  # n_batch and n_ubatch
 
 
-KINDS = ["plain", "mrope", "hybrid"]
+KINDS = ["plain", "mrope", "hybrid", "mutual", "mutual_windows"]
 
 
 @pytest.fixture(scope="module")
 def pairs(projector: Path) -> dict[str, Pair]:
     folder = projector.parent
     merger = write_projector(folder / "merger.gguf", 256, "qwen2vl_merger")
+    soft = write_projector(folder / "soft.gguf", 128, "gemma3")
+    mutual = {"projector": soft, "pool": 768, "steps": (160, 150)}
+    write_iswa(MODEL, folder / "gemma3.gguf")
+    write_iswa(MODEL, folder / "gemma4.gguf", arch="gemma4")
     shape = {"pixels": WIDE_PIXELS, "rows": WIDE[0] * WIDE[1], "ends": max(WIDE)}
     return {
         "plain": Pair(MODEL, projector),
         "mrope": Pair(write_mrope(MODEL, folder / "mrope.gguf"), merger, **shape),
         "hybrid": Pair(MODELS / "recall-qwen35-q8_0.gguf", merger, **shape),  # it has recurrent state, too
+        # rows of an image see each other, within windows shorter than it; or there only
+        "mutual": Pair(folder / "gemma3.gguf", **mutual),
+        "mutual_windows": Pair(folder / "gemma4.gguf", **mutual),
     }
 
 
@@ -104,6 +113,7 @@ class Asker:
 
         handler = Llava15ChatHandler(str(pair.projector), verbose=False)
         ours = {"kvflash_calibrate": False} if "kvflash" in settings else {}
+        ours |= dict(zip(("n_batch", "n_ubatch"), pair.steps, strict=True))
         self.pair = pair
         self.llm = kind(str(pair.model), chat_handler=handler, **{**SIZE, **ours, **settings})
         self.messages: list[dict[str, Any]] = []
@@ -187,46 +197,46 @@ def test_ten_turns_encode_an_image_once(asker: Any, encoded: list[int]) -> None:
     assert len(encoded) == 2
 
 
-def test_exact_reading_equals_the_full_cache(asker: Any, encoded: list[int], tmp_path: Path) -> None:
-    """An image at the front, a question far behind it, in a pool of an eighth of the context; also after a restore."""
-    paged, full = asker(kvflash=256, **EXACT), asker(kvflash=2048, **EXACT)
+def test_exact_reading_equals_the_full_cache(asker: Any, pair: Pair, encoded: list[int], tmp_path: Path) -> None:
+    """An image at the front, another one and a question far behind it, in a small pool; also after a restore."""
+    paged, full = asker(kvflash=pair.pool, **EXACT), asker(kvflash=2048, **EXACT)
     for chat in paged, full:
-        chat.ask(RED, WORDS[:1500])
+        chat.ask(RED, WORDS[: 3 * pair.pool])
     paged.llm.save_snapshot(tmp_path / "text.kvs")
-    restored = asker(kvflash=256, **EXACT)
+    restored = asker(kvflash=pair.pool, **EXACT)
     restored.llm.load_snapshot(tmp_path / "text.kvs")
     restored.messages = list(paged.messages)
     kept = restored.llm.n_tokens
-    one, other, third = (chat.ask(f"{WORDS[9000:9900]} Which?") for chat in (paged, full, restored))
+    one, other, third = (chat.ask(WORDS[9000:9900], BLUE, "Which?") for chat in (paged, full, restored))
     assert one[0] == other[0] == third[0]
     np.testing.assert_array_equal(one[1], other[1])
     np.testing.assert_array_equal(third[1], other[1])
-    assert restored.llm.n_tokens > kept > 2 * 256
-    assert len(encoded) == 3  # once by each model
+    assert restored.llm.n_tokens > kept > pair.pool == paged.llm.kvflash.pool
+    assert len(encoded) == 2 * 3  # once by each model
     assert paged.llm.kvflash.streamed_steps > 5
 
 
 def test_another_process_goes_on_from_the_folder(asker: Any, pair: Pair, tmp_path: Path) -> None:
-    """A text with an image that one process has read is not read again by another, in a pool of an eighth of it."""
+    """A text with an image that one process has read is not read again by another, in a pool that does not hold it."""
     first = f"""
 import sys
 sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}
 from pathlib import PosixPath
 from test_vision import EXACT, RED, WORDS, Asker, Pair
-chat = Asker({pair!r}, kvflash=256, kvflash_cache={str(tmp_path)!r}, **EXACT)
+chat = Asker({pair!r}, kvflash={pair.pool}, kvflash_cache={str(tmp_path)!r}, **EXACT)
 print(chat.ask(RED, WORDS[:3000])[0], end="")
 chat.llm.close()"""
     done = subprocess.run([sys.executable, "-c", first], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     ending = f"{WORDS[9000:9600]} Which?"
-    full, restored = asker(kvflash=2048, **EXACT), asker(kvflash=256, kvflash_cache=str(tmp_path), **EXACT)
+    full, restored = asker(kvflash=2048, **EXACT), asker(kvflash=pair.pool, kvflash_cache=str(tmp_path), **EXACT)
     assert full.ask(RED, WORDS[:3000])[0] == done.stdout
     restored.messages = list(full.messages)
     known, wanted = full.llm.n_tokens, full.ask(ending)
     answer, logits = restored.ask(ending)
     assert answer == wanted[0]
     np.testing.assert_array_equal(logits, wanted[1])
-    assert known > 3 * 256
+    assert known > pair.pool
     assert restored.llm.kvflash.last.read <= full.llm.n_tokens - known + 64
     restored.messages = []
     other = restored.ask(BLUE, WORDS[:3000])
@@ -235,10 +245,11 @@ chat.llm.close()"""
     np.testing.assert_array_equal(full.ask(BLUE, WORDS[:3000])[1], other[1])
 
 
-def test_a_small_pool_brings_an_image_back(asker: Any) -> None:
+def test_a_small_pool_brings_an_image_back(asker: Any, pair: Pair) -> None:
     """The pages of an image move like any others, and its chat can be cut back to within the image and read again."""
-    chat = asker(kvflash=512, n_batch=64, n_ubatch=64, kvflash_policy="qk", kvflash_reading="pool")
-    chat.ask(RED, WORDS[:2200])
+    steps = {} if pair.rows <= pair.steps[1] else {"n_batch": 64, "n_ubatch": 64}
+    chat = asker(kvflash=pair.pool, **steps, kvflash_policy="qk", kvflash_reading="pool")
+    chat.ask(RED, WORDS[: 4 * pair.pool])
     chat.ask(WORDS[9000:10000])
     llm = chat.llm
     assert llm.kvflash.page_ins > 0
@@ -249,11 +260,13 @@ def test_a_small_pool_brings_an_image_back(asker: Any) -> None:
     np.testing.assert_array_equal(llm.input_ids[: llm.n_tokens], text[: first + chat.pair.rows + 100])
 
 
-def test_a_step_that_fails_within_an_image_leaves_no_trace(asker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_within_an_image_leaves_no_trace(
+    asker: Any, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of rows that share a position llama.cpp forgets all, those of steps before it too."""
     from kvflash_ggml.native.engine import Engine
 
-    chat, fresh, step, left = asker(kvflash=2048), asker(kvflash=2048), Engine.step, [2]
+    chat, fresh, step, left = asker(kvflash=2048), asker(kvflash=2048), Engine.step, [-(-pair.rows // pair.steps[1])]
 
     def fails(engine: Any, count: int, wait: int, codes: list[int], streamed: Any = None, media: Any = None) -> None:
         if media is None:
@@ -313,12 +326,16 @@ def test_an_image_that_is_none_costs_one_request(plain: Any) -> None:
     np.testing.assert_array_equal(chat.ask(RED, "Which?")[1], first[1])
 
 
-def test_images_whose_rows_see_each_other_are_refused_by_name(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_whose_rows_see_each_other_are_refused_by_name(
+    made: Any, pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from llama_cpp import mtmd_cpp
 
+    with pytest.raises(ConfigError, match=r"144 rows that see each other .* a step has 96: n_ubatch and n_batch must"):
+        made(pairs["mutual"], kvflash=768, n_ubatch=96).ask(RED, "Which?")
     monkeypatch.setattr(mtmd_cpp, "mtmd_decode_use_non_causal", lambda *args: True)
-    with pytest.raises(ConfigError, match=r"non-causal.* use kvflash=None"):
-        plain(kvflash=512).ask(RED, "Which?")
+    with pytest.raises(ConfigError, match=r"with ALiBi or M-RoPE.* use kvflash=None"):
+        made(pairs["mrope"], kvflash=512).ask(RED, "Which?")
 
 
 @pytest.mark.parametrize("axis", ["t", "x", "z"])

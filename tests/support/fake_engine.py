@@ -21,7 +21,7 @@ import numpy.typing as npt
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import DecodeError, HostMemoryError, NotFinite, SnapshotError
-from kvflash_ggml.media.rows import Part
+from kvflash_ggml.media.rows import Part, are_mutual
 from kvflash_ggml.native.streamed import Streamed
 from kvflash_ggml.policy.base import Scorer
 from kvflash_ggml.sequence.pool import Pool
@@ -65,6 +65,7 @@ class FakeInfo:
     n_pos: int = 1
     n_swa: int = 0
     recurrent: bool = False
+    windows_mutual: bool = False
     alibi: bool = False
     mask_f32: bool = False
     v_trans: bool = False
@@ -200,10 +201,11 @@ class FakeEngine(FakeHost):
             held = self.cell_pos[self.cell_seq == seq].max(initial=-1)
             assert held == len(self.truths[seq]) - 1, "positions do not follow the last one in memory"
         images: dict[int, bytes] = {}
+        mutual = are_mutual(self.token[:count])
         if streamed is None:
-            self._check_mask(count)
+            self._check_mask(count, mutual=mutual)
         else:
-            images = self.stages.check(self, start, count, streamed)
+            images = self.stages.check(self, start, count, streamed, mutual=mutual)
         self._check_state(start)
         fault = self._fault()
         failed = isinstance(fault, DecodeError)
@@ -271,13 +273,17 @@ class FakeEngine(FakeHost):
         self.faults.step = None
         return self.faults.error()
 
-    def _check_mask(self, count: int) -> None:
-        """The one rule, from the cells rather than from the page table: of its own sequence, what is not later."""
+    def _check_mask(self, count: int, *, mutual: bool) -> None:
+        """The one rule, from the cells rather than from the page table: of its own sequence, what is not later.
+
+        mutual: the rows of the step see each other, too.
+        """
         cells, seqs = self.cell_pos.copy(), self.cell_seq.copy()
         cells[self.slot[:count]], seqs[self.slot[:count]] = self.pos[:count], self.seq[:count]
         distance = self.pos[:count, None] - cells
         shown = np.where(self.info.alibi, -distance, 0)
         seen = (cells >= 0) & (distance >= 0) & (seqs == self.seq[:count, None])
+        seen[:, self.slot[:count]] |= mutual
         want = np.where(seen, shown, -np.inf).astype(self._mask.dtype)
         if not np.array_equal(self._mask[:count], want):  # what says where takes longer than the step
             np.testing.assert_array_equal(self._mask[:count], want)

@@ -37,8 +37,10 @@ class FakeStages:
         self.slots = slots
         return slots
 
-    def check(self, engine: FakeEngine, start: int, count: int, streamed: Streamed) -> dict[int, bytes]:
-        """The images that the step reads, with what they have to hold then."""
+    def check(
+        self, engine: FakeEngine, start: int, count: int, streamed: Streamed, *, mutual: bool
+    ) -> dict[int, bytes]:
+        """The images that the step reads, with what they have to hold then. mutual: its rows see each other."""
         images = [int(image) for image in streamed.images]
         assert images, "a streamed step without images is a pooled one"
         assert start % CHUNK == streamed.rows, "the open chunk is not seen as far as it goes"
@@ -53,7 +55,7 @@ class FakeStages:
         assert all(c < start // CHUNK for c in chunks)
         past = [c * CHUNK + i for c in chunks for i in range(CHUNK)]
         position = np.array([*past, *range(start - streamed.rows, start + count)])
-        self._check_mask(engine, start, count, streamed, position)
+        self._check_mask(engine, start, count, streamed, position, mutual=mutual)
         self.views.append(chunks)
         return data
 
@@ -64,8 +66,10 @@ class FakeStages:
         count: int,
         streamed: Streamed,
         position: Positions,
+        *,
+        mutual: bool,
     ) -> None:
-        """The one rule: shown is what is at or before a token's position."""
+        """The one rule: shown is what is at or before a token's position. mutual: or of the step."""
         mask, first = streamed.mask, streamed.first
         assert mask.dtype == np.float16
         assert mask.flags.c_contiguous
@@ -73,6 +77,8 @@ class FakeStages:
         assert first in (0, len(streamed.images) * CHUNK)
         assert mask.shape[1] >= round_up(len(position), POOL_STEP) - first, "rows of the stage have no column"
         distance = np.arange(start, start + count)[:, None] - position
+        if mutual:
+            distance[:, -count:] = 0
         assert (distance[:, :first] > 0).all(), "what the mask leaves out has to be visible"
         if engine.info.alibi:
             assert first == 0, "a distance is left out"

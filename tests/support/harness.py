@@ -245,11 +245,11 @@ def write_reranker(source: Path, target: Path) -> None:
     _finish(writer)
 
 
-def write_iswa(source: Path, target: Path, *, head: int = 64) -> None:
-    """A small gemma3 with random weights: layers 3 and 6 see all, the others a window of 128."""
+def write_iswa(source: Path, target: Path, *, head: int = 64, arch: str = "gemma3") -> None:
+    """A small gemma3, or gemma4, with random weights: layers 3 and 6 see all, the others a window of 128."""
     width, heads, hidden, layers = 128, 2, 256, 6
     reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, "gemma3")
+    writer = gguf.GGUFWriter(target, arch)
     _copy_fields(reader, writer, lambda key: key.startswith("tokenizer."))
     writer.add_context_length(32768)
     writer.add_embedding_length(width)
@@ -262,7 +262,14 @@ def write_iswa(source: Path, target: Path, *, head: int = 64) -> None:
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(1e6)
     writer.add_sliding_window(128)
-    writer.add_uint32("gemma3.attention.sliding_window_pattern", 3)
+    if arch == "gemma4":
+        writer.add_array("gemma4.attention.sliding_window_pattern", [(i + 1) % 3 != 0 for i in range(layers)])
+        writer.add_uint32("gemma4.embedding_length_per_layer_input", 0)
+        writer.add_uint32("gemma4.attention.key_length_swa", head)
+        writer.add_uint32("gemma4.attention.value_length_swa", head)
+        writer.add_tensor("rope_freqs.weight", np.ones(head // 2, np.float32))
+    else:
+        writer.add_uint32("gemma3.attention.sliding_window_pattern", 3)
 
     rng = np.random.default_rng(3)
     n_vocab = len(reader.fields["tokenizer.ggml.tokens"].data)

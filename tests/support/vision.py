@@ -23,7 +23,7 @@ def write_projector(path: Path, n_embd: int, kind: str = "mlp") -> Path:
     """A CLIP encoder of two layers and a projector.
 
     kind: "mlp", as LLaVA has it: an image is (SIDE / PATCH)^2 embeddings. "qwen2vl_merger": it has its own size, and
-    2 * 2 patches are one embedding.
+    2 * 2 patches are one embedding. "gemma3": as many as "mlp", and the text model sees them as a whole.
     """
     merger = kind == "qwen2vl_merger"
     patches = 4 if merger else 1  # of one embedding
@@ -39,9 +39,13 @@ def write_projector(path: Path, n_embd: int, kind: str = "mlp") -> Path:
     writer.add_array("clip.vision.image_std", [0.5] * 3)
     shapes: dict[str, tuple[int, ...]] = {
         "v.patch_embd.weight": (WIDTH, 3, PATCH, PATCH),
-        "mm.0.weight": (n_embd, patches * WIDTH), "mm.0.bias": (n_embd,),
-        "mm.2.weight": (n_embd, n_embd), "mm.2.bias": (n_embd,),
     }  # fmt: skip
+    if kind == "gemma3":
+        writer.add_uint32("clip.vision.projector.scale_factor", 1)
+        shapes |= {"mm.input_projection.weight": (WIDTH, n_embd), "mm.soft_emb_norm.weight": (WIDTH,)}
+    else:
+        shapes |= {"mm.0.weight": (n_embd, patches * WIDTH), "mm.0.bias": (n_embd,)}
+        shapes |= {"mm.2.weight": (n_embd, n_embd), "mm.2.bias": (n_embd,)}
     if merger:
         shapes["v.patch_embd.weight.1"] = shapes["v.patch_embd.weight"]
     else:

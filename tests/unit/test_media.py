@@ -8,7 +8,7 @@ from support.fake_engine import FakeEngine, make_session
 from support.saving import Digest
 
 from kvflash_ggml.config import KVFlashConfig
-from kvflash_ggml.errors import KVFlashError, SnapshotError
+from kvflash_ggml.errors import KVFlashError, PoolExhausted, SnapshotError
 from kvflash_ggml.media.rows import MOST, MediaRows, advances_of, numbers_of
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.restore import load, state
@@ -95,6 +95,34 @@ def test_a_step_has_tokens_or_media(scored: bool) -> None:
     extend(session, text[180:])
     assert np.array_equal(session.tokens, text)
     assert session.length == len(text) == 70 + 79 + 900
+    session.close()
+
+
+@pytest.mark.parametrize("stage", [0, 2048])
+def test_rows_that_see_each_other_are_of_one_step(stage: int) -> None:
+    """Whatever would cut it: room for a reselection, a checkpoint, and text before it that ends within a chunk."""
+    engine, scorer = FakeEngine(448, 200, query_rows=4), Digest()
+    size = {"n_ctx": 4096, "n_batch": 200, "n_ubatch": 190, "scorer": scorer, "stage": stage}
+    session = make_session(engine, KVFlashConfig(tail=2), **size)
+    image = session.pool.media.add(b"a", rows(180), mutual=True)
+    assert np.array_equal(advances_of(image), np.ones(180))
+    words = np.arange(1, 701, dtype=np.int32)
+    for before in (words[:60], words, words[:190]):
+        at = session.length + len(before) + 90
+        extend(session, np.concatenate([before, image, words[:70]]), checkpoint=at)
+        extend(session, words[:1])  # FakeEngine looks at the masks
+    assert engine.steps.count(180) == 3
+    assert (session.streamed_steps > 0) == (stage > 0)
+    session.close()
+
+
+def test_rows_that_see_each_other_are_refused_where_a_pool_is_too_small() -> None:
+    session = make_session(FakeEngine(448, 400), KVFlashConfig(tail=2), n_ctx=4096, n_batch=400, n_ubatch=400)
+    extend(session, np.arange(1, 500, dtype=np.int32))
+    image = session.pool.media.add(b"a", rows(390), mutual=True)
+    with pytest.raises(PoolExhausted, match="use a larger pool"):
+        extend(session, image)
+    assert session.length == 499
     session.close()
 
 
