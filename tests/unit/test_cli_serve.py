@@ -16,11 +16,12 @@ from click.testing import Result
 from support.fake_llama import Stage, staged
 
 from kvflash_ggml.batching.messages import Sampling
+from kvflash_ggml.cli import model
 from kvflash_ggml.cli.llama_flags import ANSWERED, TAKEN
 from kvflash_ggml.cli.run import run
 from kvflash_ggml.cli.serve import serve as serving
 from kvflash_ggml.config import KVFlashConfig
-from kvflash_ggml.errors import ConfigError, HostMemoryError
+from kvflash_ggml.errors import ConfigError, HostMemoryError, UnsupportedModelError
 from kvflash_ggml.server import router, start
 from kvflash_ggml.server.settings import ServerSettings
 
@@ -106,6 +107,30 @@ def test_a_folder_of_models(serve: Serving, tmp_path: Path, monkeypatch: pytest.
         assert (refused.exit_code, f"leave out {more}" in refused.stderr) == (2, True), refused.stderr
     assert serve("--models-dir", tmp_path / "nowhere").exit_code == 2
     assert "leave out one" in serve("--models-dir", tmp_path, "--mmproj", tmp_path / "a.gguf").stderr
+
+
+def test_a_model_that_decodes_one_text_is_served_alone(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what --parallel would have made possible, and no error about that."""
+
+    def create(**settings: Any) -> Any:
+        if settings["kvflash"].parallel > 1:
+            raise UnsupportedModelError("n-gram inputs are of one sequence")
+        return serve.cli.create(**settings)
+
+    monkeypatch.setattr(model, "create_llama", create)
+    result = serve("m.gguf", "-np", "4", "--deterministic-batch", "--kvflash-tau", "8")
+    assert result.exit_code == 0, result.output
+    assert "--parallel 4 has no effect, answers take turns: n-gram inputs" in result.stderr
+    assert not serve.cli.settings["kvflash"].deterministic_batch
+    alone = serve("m.gguf", "--deterministic-batch", "--kvflash-tau", "8")
+    assert alone.exit_code != 0
+    assert "parallel is 1: leave it out, or give parallel" in alone.stderr
+
+
+def test_the_target_for_streams_is_in_milliseconds(serve: Serving) -> None:
+    assert serve("m.gguf", "--itl-target", "40").exit_code == 0
+    assert serve.started[0].itl_target_ms == 40
+    assert serve("m.gguf", "--itl-target", "0").exit_code == 2
 
 
 def test_a_command_line_of_llama_server(serve: Serving, tmp_path: Path) -> None:
