@@ -83,6 +83,19 @@ def test_tokens_are_counted_as_they_are_read(served: Served) -> None:
     assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
     read = responses(served, max_output_tokens=1)["usage"]["input_tokens"]
     assert responses(served, "/v1/responses/input_tokens")["input_tokens"] == read
+    chat = {"messages": [{"role": "user", "content": ASKED}], "max_tokens": 1}
+    read = served.post("/v1/chat/completions", chat)[1]["usage"]["prompt_tokens"]
+    assert served.post("/v1/chat/completions/input_tokens", chat)[1]["input_tokens"] == read
+
+
+def test_a_deep_answer_that_has_begun_ends_no_server(served: Served) -> None:
+    begun = '<tool_call>\n{"name": "clock", "arguments": {"zone": ' + "[" * 5000
+    tools = [{"type": "function", "function": {"name": "clock", "parameters": {"properties": {"zone": {}}}}}]
+    chat = {"messages": [{"role": "user", "content": ASKED}, {"role": "assistant", "content": begun}], "tools": tools}
+    for choice in ("required", "auto"):
+        asked = {**chat, "tool_choice": choice, "max_tokens": 4}
+        assert served.post("/v1/chat/completions", asked)[0] in (200, 400)
+    assert served.get("/health")[0] == 200
 
 
 def test_a_turn_reads_what_is_new(served: Served) -> None:
