@@ -8,7 +8,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from .errors import ApiError
-from .front import Front
+from .intake import Intake
 
 MAX_TEXT = 256 << 10
 """Characters of a text. Rendering holds the interpreter meanwhile; the page shows a longer one as it is."""
@@ -29,7 +29,7 @@ def html(text: str) -> str:
     return nh3.clean(made, tags=_TAGS, attributes=_ATTRIBUTES, url_schemes={"http", "https", "mailto"})
 
 
-async def markdown(front: Front, request: HttpRequest) -> Response:
+async def markdown(front: Intake, request: HttpRequest) -> Response:
     data = await front.body(request)
     text = data.get("text") if isinstance(data, dict) else None
     if not isinstance(text, str):

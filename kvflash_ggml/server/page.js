@@ -122,6 +122,22 @@ async function refresh() {
   const response = await fetch("kvflash/conversations", { headers: headers() });
   if (response.ok) kept = new Map((await response.json()).data.map((one) => [one.id, one]));
   list();
+  await several();
+}
+
+// --- models, where the server has several
+
+const wanted = () => ($("several").hidden ? {} : { model: $("which").value });
+
+async function several() {
+  const response = await fetch("v1/models", { headers: headers() });
+  const models = response.ok ? (await response.json()).data : [];
+  if (models.length < 2) return;
+  const now = models.find((one) => one.status?.value === "loaded") || models[0];
+  const chosen = $("several").hidden ? now.id : $("which").value;
+  $("which").replaceChildren(...models.map((one) => new Option(one.id, one.id, false, one.id === chosen)));
+  $("several").hidden = false;
+  context = context || now.meta.n_ctx || now.meta.n_ctx_train;
 }
 
 // --- files
@@ -135,7 +151,7 @@ async function add(chosenFiles) {
       if (file.size > 16 * context) throw new Error(`${file.size.toLocaleString()} bytes do not fit into ${context.toLocaleString()} tokens`);
       entry.text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
       if (entry.text.includes("\0")) throw new Error("this is not a text");
-      const count = (await post("tokenize", { content: entry.text })).tokens.length;
+      const count = (await post("tokenize", { content: entry.text, ...wanted() })).tokens.length;
       if (count >= context) throw new Error(`${count.toLocaleString()} tokens, and the context has ${context.toLocaleString()}`);
       entry.note = count.toLocaleString() + " tokens";
     } catch (error) {
@@ -287,7 +303,7 @@ async function answer() {
       signal: me.signal,
       body: JSON.stringify({
         messages: asked, stream: true, stream_options: { include_usage: true }, temperature: Number($("temperature").value),
-        max_tokens: most,
+        max_tokens: most, ...wanted(),
         kvflash: { conversation: own.name, report: "summary", ...($("preview").checked ? { reading: "preview" } : {}) },
       }),
     });

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from . import about, events, ollama, shelf
+from . import about, events, markdown, ollama, shelf
 from .app import ANSWERS, guarded
 from .engines import Engine, Engines, Loaded
 from .errors import ApiError
@@ -31,6 +31,9 @@ logger = logging.getLogger("kvflash_ggml")
 
 LATEST = ":latest"
 """What Ollama's clients put behind a name."""
+
+_OLLAMAS = ("/api/chat", "/api/generate")
+"""Where a request for nothing, which is kept for no time, unloads a model."""
 
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
@@ -122,6 +125,7 @@ def make_router(router: Router) -> Any:
     return guarded(
         [
             route("/", events.page),
+            route("/kvflash/markdown", markdown.markdown, "POST"),
             *(route(path, about.health) for path in ("/health", "/v1/health")),
             *(route(path, _list) for path in ("/v1/models", "/v1/models/{model:path}", "/models")),
             route("/models/load", _load, "POST"),
@@ -141,8 +145,16 @@ async def _answer(router: Router, request: HttpRequest) -> Response:
     router.admit()
     body = await router.received(request)
     asked = await router.work(request, router.loads, body)
-    wanted = asked.get("model") if isinstance(asked, dict) else None
-    return Forwarded(router, body, await router.model(request, wanted))
+    asked = asked if isinstance(asked, dict) else {}
+    model = await router.model(request, asked.get("model"))
+    if request.url.path in _OLLAMAS and asked.get("keep_alive") in (0, "0") and not _says(asked):
+        router.engines.unload(model.name)
+        return JSONResponse({"model": model.name, "response": "", "done": True, "done_reason": "unload"})
+    return Forwarded(router, body, model)
+
+
+def _says(asked: dict[str, Any]) -> bool:
+    return bool(asked.get("prompt") or asked.get("messages") or asked.get("suffix"))
 
 
 async def _look(router: Router, request: HttpRequest) -> Response:

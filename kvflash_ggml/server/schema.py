@@ -370,6 +370,7 @@ class InfillRequest(_Sampled):
 
 
 class TokenizeRequest(_Known):
+    model: str | None = None
     content: str
     add_special: bool = False
     parse_special: bool = True
@@ -377,6 +378,7 @@ class TokenizeRequest(_Known):
 
 
 class DetokenizeRequest(_Known):
+    model: str | None = None
     tokens: Tokens
 
 

@@ -16,6 +16,7 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO / "tests"))
+from support.fake_hub import Hub, serving  # noqa: E402
 from support.serving import serve  # noqa: E402
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -53,7 +54,7 @@ class Driven:
 
     def until(self, condition: str) -> None:
         """Not by wait_for_function, which evaluates text: the page's policy forbids that."""
-        for _ in range(1200):
+        for _ in range(6000):  # others may use the same cores
             if self.page.evaluate(condition):
                 return
             time.sleep(0.1)
@@ -114,8 +115,9 @@ ANSWER = "(document.querySelectorAll('.message.assistant')[{}]?.innerText ?? '')
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
-def test_a_document_and_the_next_day(scheme: str, width: int, tmp_path: Path) -> None:
-    """A file of 100 KB is dropped in and asked about; the server ends, and its successor goes on with it."""
+def test_a_document_and_the_next_day(scheme: str, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model comes from a hub. A file of 100 KB is dropped in and asked about; the next server goes on with it."""
+    pytest.importorskip("huggingface_hub", reason="needs the extra hub")
     text = (REPO / "tests/text/licences.txt").read_text(encoding="utf-8")
     while len(text) < 100_000:
         text += text
@@ -123,10 +125,13 @@ def test_a_document_and_the_next_day(scheme: str, width: int, tmp_path: Path) ->
     file.write_text(f"{text[:30_000]}\n{FACT}\n{text[30_000:100_000]}\n", encoding="utf-8")
     # read with a pool: on a slow machine the whole of it would take minutes
     reading = ("--kvflash", "2048", "--kvflash-reading", "pool")
-    options = (*reading, "-c", "65536", "-q", "--session-dir", str(tmp_path / "sessions"))
-    with browsing(tmp_path / "profile", scheme, width) as driven:
+    options = ("-hf", Hub.repo, *reading, "-c", "65536", "-q", "--session-dir", str(tmp_path / "sessions"))
+    hub = Hub(files={"model-Q8_0.gguf": MODEL.read_bytes()})
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    with serving(hub), browsing(tmp_path / "profile", scheme, width) as driven:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
         page, until = driven.page, driven.until
-        with serve(MODEL, *options) as served:
+        with serve(None, *options) as served:
             port = served.port
             driven.open(port)
             page.focus("#fresh")
@@ -155,7 +160,7 @@ def test_a_document_and_the_next_day(scheme: str, width: int, tmp_path: Path) ->
             assert served.stop() == 0
         page.close()
         driven.errors.clear()  # the page had lost its server
-        with serve(MODEL, *options, "--port", str(port)) as served:
+        with serve(None, *options, "--port", str(port)) as served:
             driven = Driven(page.context.new_page())
             page, until = driven.page, driven.until
             driven.open(port)
@@ -177,6 +182,31 @@ def test_a_document_and_the_next_day(scheme: str, width: int, tmp_path: Path) ->
             driven.shot(f"{width}-5-next-day")
             driven.fits(width)
             assert driven.errors == []
+        assert [name for name, _ in hub.fetched()] == ["model-Q8_0.gguf"], "it was fetched once"
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 390)])
+def test_a_server_of_several_models(scheme: str, width: int, tmp_path: Path) -> None:
+    """Two answers in one conversation, each by the model that was chosen for it."""
+    folder = tmp_path / "models"
+    folder.mkdir()
+    for name in ("one", "other"):
+        (folder / f"{name}.gguf").symlink_to(MODEL)
+    options = ("--models-dir", str(folder), "--kvflash", "1024", "-c", "4096", "-q")
+    with serve(None, *options) as served, browsing(tmp_path / "profile", scheme, width) as driven:
+        page, until = driven.page, driven.until
+        page.goto(f"http://127.0.0.1:{served.port}/")
+        until("document.getElementById('status').textContent.startsWith('no model is loaded')")
+        until("!document.getElementById('several').hidden")
+        driven.set(most="4", temperature="0")
+        for count, name in enumerate(("other", "one"), 1):
+            page.select_option("#which", name)
+            driven.ask(QUESTION)
+            until(f"running === null && chat.messages.length === {2 * count}")
+            until(f"document.getElementById('model').textContent === '{name}'")
+        driven.shot(f"{width}-7-models")
+        driven.fits(width)
+        driven.errors.clear()  # it had asked before a model was loaded
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("dark", 1280), ("light", 390)])

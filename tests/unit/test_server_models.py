@@ -511,6 +511,14 @@ def test_without_a_name_it_is_the_model_at_hand(folder: Path) -> None:
         assert (await client.post("/models/unload", {"model": "b"})).json == {"success": True}
         await settle()
         assert fake.told[-1] == "unload b"
+        assert (await client.post("/api/generate", {"model": "a", "prompt": "x", "keep_alive": 0})).ended
+        for name, told in (("b", "load a"), ("a", "unload a")):
+            reply = await client.post("/api/generate", {"model": name, "keep_alive": 0})
+            assert reply.json["done_reason"] == "unload"
+            await settle()
+            assert fake.told[-1] == told
+        assert (await client.post("/v1/completions", {"model": "b"})).status == 200
+        fake.engines["b"].alive = False
         assert (await client.post("/v1/completions", {"model": None})).status == 200
         assert fake.told[-1] == "load b", "the one that was there last"
 
@@ -535,6 +543,7 @@ def test_what_is_listed(folder: Path) -> None:
         assert (await client.get("/v1/models/c")).status == 200
         assert (await client.get("/health")).status == 200
         assert b"<html" in (await client.get("/")).body
+        assert (await client.post("/kvflash/markdown", {"text": "*a*"})).json == {"html": "<p><em>a</em></p>\n"}
         assert fake.told == ["load b"]
 
     on_router(folder, test)
