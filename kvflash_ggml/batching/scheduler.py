@@ -382,7 +382,7 @@ class Scheduler:
         others = [one for one in self._running if one is not reader]
         if others:
             began, (done, _) = self._clock(), reader.answer.reading or (0, 0)
-            self._steps.read(done - reader.done, began - (reader.stepped or reader.answer.started))
+            self._steps.read(done - reader.done, began - (reader.stepped or max(reader.began, reader.answer.started)))
             steps, goes_on = 0, True
             while others and goes_on:
                 self._round(others)

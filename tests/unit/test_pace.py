@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from support.fake_model import FakeModel
-from support.served import Asked, request
+from support.fake_model import STEP, FakeModel
+from support.served import Asked, ask, request
 
 from kvflash_ggml.batching.messages import Finished
 from kvflash_ggml.batching.pace import LEAST_ROWS, MOST_STEPS, PROMPT_ROWS, Pace
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
+from kvflash_ggml.errors import SnapshotError
 
 Costs = Callable[[int], float]
 """Seconds of a prompt step by its rows."""
@@ -94,3 +95,37 @@ def test_streams_have_their_tokens_in_time(target: float | None) -> None:
     assert late[98] <= (target or 1.1)
     scheduler.close()
     assert sum(rows for rows in sizes if rows > 1) == 8492
+
+
+def test_a_text_that_is_read_again_did_not_wait_for_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was parked for a long time, and lost: others do not decode for half of that before its second step."""
+
+    def broken(model: FakeModel, swapped: object) -> None:
+        raise SnapshotError("a page cannot be read")
+
+    monkeypatch.setattr(FakeModel, "swap_in", broken)
+    now, late = [0.0], [True]
+    rows: list[int] = []
+
+    def step(text: FakeModel) -> None:
+        now[0] += 0.01
+        rows.append(text.rows)
+
+    model = FakeModel(parallel=2, reply=lambda prompt: b"abcdefgh" * 500)
+    for text in (model, *model.beside):
+        text.on_step = lambda text=text: step(text)  # type: ignore[misc]
+    scheduler = Scheduler(model, clock=lambda: now[0])
+    slow = ask(scheduler, [97] * 400, 4, full=lambda: late[0])
+    other = ask(scheduler, [98] * 100, 3500)
+    third = ask(scheduler, [99] * 100, 3)  # takes the slot
+    scheduler.start()
+    assert isinstance(third.wait(), Finished)
+    now[0] += 1000
+    late[0] = False
+    scheduler.wake()
+    assert isinstance(slow.wait(), Finished)
+    assert isinstance(other.wait(), Finished)
+    scheduler.close()
+    assert scheduler.counts.lost == 1
+    again = [at for at, count in enumerate(rows) if count == STEP][-6:]
+    assert again[-1] - again[0] < 50
