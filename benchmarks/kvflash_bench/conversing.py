@@ -66,7 +66,7 @@ def _serve_options(plan: Conversations, options: dict[str, Any], n_ctx: int) -> 
     line = serve_options(options, pool=plan.pool, n_ctx=n_ctx)
     line += ["--kvflash-tau", str(plan.tau), "--kvflash-reading", plan.reading]
     line += ["-np", str(plan.parallel), "--pool-share", "strict"]
-    return [*line, "--park-memory", str(plan.park_memory)]
+    return [*line, "--park-memory", str(plan.park_memory), "--store-bandwidth", str(plan.store_bandwidth)]
 
 
 def tokens_of(llm: Llama, text: str, least: int) -> list[int]:

@@ -6,7 +6,9 @@ import contextlib
 import http.client
 import random
 import signal
+import statistics
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -70,7 +72,10 @@ class Fleet:
 
 
 class Player:
-    """Asks for the turns of conversations, each at a server that the dice choose. Several threads use it."""
+    """Asks for the turns of conversations, each at a server that the dice choose. Several threads use it.
+
+    first_s, moved_s: seconds of whole answers to first prompts, and to those that took a text over.
+    """
 
     def __init__(self, fleet: Fleet, *, most: int, seed: int) -> None:
         self._fleet = fleet
@@ -79,6 +84,8 @@ class Player:
         self._lock = threading.Lock()
         self._where: dict[Conversation, Member] = {}
         self.counts = Counter[str]()
+        self.first_s: list[float] = []
+        self.moved_s: list[float] = []
 
     def turn(self, one: Conversation) -> None:
         """Ask for the next turn, again where a server has ended meanwhile. KVFlashError if nobody answers."""
@@ -90,6 +97,7 @@ class Player:
             if server is None:
                 with member.changing:  # as a router waits that has nobody else
                     continue
+            began = time.monotonic()
             try:
                 reply = server.ask("/completion", asked)
             except ConnectionRefusedError:
@@ -103,17 +111,21 @@ class Player:
                 continue
             if reply.status != 200:
                 raise KVFlashError(f"a server answers {reply.status}: {reply.body}")
-            self._note(one, member, reply.body)
+            self._note(one, member, reply.body, time.monotonic() - began)
             return
         raise KVFlashError(f"no server has answered in {TRIES} attempts")
 
-    def _note(self, one: Conversation, member: Member, body: dict[str, Any]) -> None:
+    def _note(self, one: Conversation, member: Member, body: dict[str, Any], took_s: float) -> None:
         timings = body["timings"]
         moved = bool(one.answers) and self._where.get(one) is not member
         self.count(
             requests=1, moved=moved, read=timings["prompt_n"], said=len(one.said[len(one.answers)]),
             reread=moved and timings["cache_n"] == 0,
         )  # fmt: skip
+        if not one.answers:
+            self.first_s.append(took_s)
+        elif moved and timings["cache_n"]:
+            self.moved_s.append(took_s)
         self._where[one] = member
         one.answers.append(tuple(body["tokens"]))
 
@@ -189,5 +201,7 @@ def play(
     names = ("requests", "moved", "reread", "killed", "ended", "failed", "elsewhere", "read", "said")
     return {
         "servers": servers, "begun": len({*order}), **{name: counts[name] for name in names},
-        "read_ratio": counts["read"] / max(1, counts["said"]), **metrics,
+        "read_ratio": counts["read"] / max(1, counts["said"]),
+        "first_s": statistics.median(player.first_s or [0.0]), "moved_s": statistics.median(player.moved_s or [0.0]),
+        **metrics,
     }  # fmt: skip

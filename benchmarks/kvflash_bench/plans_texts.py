@@ -143,6 +143,9 @@ class Conversations(Talking):
     park_memory: int = option("1G", "Beyond, they go to a folder.", type=Bytes())
     host_limit: int | None = option(None, "Of page images in memory; beyond, they go to a spill file.", type=Bytes())
     servers: int = option(0, "Servers that share a store, each in a process; a turn goes to any of them. 0: none.")
+    store_bandwidth: int = option(
+        0, "Bytes per second to and from the store; 0: as many as there can be.", type=Bytes()
+    )
     kill_every: int = option(0, "Turns after which one of them is killed, and another one starts; 0: never.")
     end_every: int = option(0, "Turns after which one of them is told to end, and another one starts; 0: never.")
     seed: int = option(1)
