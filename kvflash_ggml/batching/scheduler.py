@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..constants import CHUNK
 from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite
 from ..store.shared import SharedTexts
 from ..store.swapped import ConversationFolder, SwapStore
@@ -52,6 +51,9 @@ GAPS = 4096
 
 ADDED = ("pool", "chunks", "resident", "length", "page_ins", "page_outs")
 """Counters of a text; the others are of the model."""
+
+LONG_PROMPT = 1024
+"""A prompt of which so many tokens had to be read is written to a shared store before its answer has ended."""
 
 SWEEP_S = 0.25
 """How often the queue is looked through for requests whose time is up, while another runs."""
@@ -423,6 +425,8 @@ class Scheduler:
             if check:
                 self._check(one.job)
             one.pending = next(one.steps)
+            if self.shared is not None and one.pending is None and one.answer.generated == 1:
+                one.slot.offer(self.shared, one.answer.usage, least=LONG_PROMPT)
         except StopIteration as end:
             self._finish(one, end.value.reason, end.value)
         except PutAside:
@@ -438,7 +442,7 @@ class Scheduler:
         try:
             one.slot.settle()
             if self.shared is not None and usage.preview is None:
-                self._share(self.shared, one.slot, usage)
+                one.slot.offer(self.shared, usage)
         except Exception:
             logger.exception("the text could not be settled")
             self._forget_text(one.slot)
@@ -454,13 +458,6 @@ class Scheduler:
         if usage.preview is not None and isinstance(event, Finished) and one.job.request.reuse:
             self.behind.add(one.job.request, one.answer.conversation, self._clock())
         self._tell(one.job, event)
-
-    def _share(self, shared: SharedSwapStore, slot: Slot, usage: Usage) -> None:
-        """Have the text of an answer that has ended written behind what comes next."""
-        read = usage.prompt - usage.cached
-        if read >= CHUNK and usage.prompt_s > 0:
-            shared.read_rate = read / usage.prompt_s
-        slot.offer(shared)
 
     def _leave(self, one: _Running) -> None:
         if one.job.behind:

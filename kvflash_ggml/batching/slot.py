@@ -14,7 +14,7 @@ from ..errors import HostMemoryError, KVFlashError
 from ..sequence.prefill import QUESTION_TOKENS
 from ..store.swapped import Conversation, SwappedText, SwapStore
 from ..store.takeover import SharedSwapStore
-from .messages import Request
+from .messages import Request, Usage
 from .model import Model
 
 logger = logging.getLogger("kvflash_ggml")
@@ -172,10 +172,16 @@ class Slot:
         if self._private:
             self.clear()
 
-    def offer(self, store: SharedSwapStore) -> None:
-        """After an answer: have the text at hand written to the store that servers share, while it stays at hand."""
-        if self.conversation is None or self._private or len(self.model.tokens) < CHUNK:
+    def offer(self, store: SharedSwapStore, usage: Usage, *, least: int = 0) -> None:
+        """Have the text at hand written to the store that servers share, behind what comes next; it stays at hand.
+
+        usage: of its answer. least: prompt tokens that had to be read for this to be worth it.
+        """
+        read = usage.prompt - usage.cached
+        if self.conversation is None or self._private or len(self.model.tokens) < CHUNK or read < least:
             return
+        if read >= CHUNK and usage.prompt_s > 0:
+            store.read_rate = read / usage.prompt_s
         try:
             store.offer(self.conversation, self.model.swap_out())
         except HostMemoryError as err:

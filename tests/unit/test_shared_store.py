@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_model import FakeModel
 from support.fake_objects import MemoryObjects
-from support.served import answer
+from support.served import answer, ask
 
+from kvflash_ggml.batching.messages import Finished
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
 from kvflash_ggml.errors import ConfigError, SnapshotError
 from kvflash_ggml.store import shared as shared_module
@@ -316,3 +317,27 @@ def test_marks_tell_how_much_is_shared(shared: int, more: int) -> None:
     assert least <= shared // 64 < below
     if shared == len(TEXT):
         assert least == shared // 64
+
+
+def test_a_long_prompt_is_written_before_its_answer_ends(server: Callable[..., Scheduler], tmp_path: Path) -> None:
+    one, other = server(), server()
+    held, at = threading.Event(), threading.Event()
+    tokens = [*TEXT.tolist(), *TEXT[::-1].tolist()]
+
+    def wait() -> None:
+        if len(one.model.tokens) > len(tokens) + 3:
+            at.set()
+            assert held.wait(60)
+
+    one.model.on_step = wait  # type: ignore[attr-defined]
+    asked = ask(one, tokens, 20)
+    assert at.wait(60)
+    try:
+        for _ in range(500):
+            if list((tmp_path / "store").rglob("c-*~*~*")):
+                break
+            threading.Event().wait(0.01)
+        assert answer(other, tokens, 20).usage.cached == len(tokens) - 1
+    finally:
+        held.set()
+    assert isinstance(asked.wait(), Finished)
