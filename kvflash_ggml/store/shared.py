@@ -5,6 +5,7 @@ text have the blocks of their common beginning once. `heads/BEGIN/ID~NUMBER` say
 blocks it has. The head with the largest number counts. To write the next number is the compare-and-swap: only one
 server can create it, and no clock is asked. A server that finds it taken keeps its text as another conversation.
 `heads/BEGIN/ID~NUMBER~MARKS` is empty. It tells from a listing how a state's text goes on, so that few heads are read.
+`heads/BEGIN/ID~NUMBER~MARKS~soon` is there while a server writes that state: who needs the text waits for it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,12 +44,20 @@ MAX_BYTES = 1 << 42
 RATE_SHARE = 0.3
 """What the newest transfer has of the mean rate."""
 
+ANNOUNCED = 1024
+"""Tokens of a text that is announced: a shorter one is there soon enough, or read soon enough."""
+
+ANNOUNCED_S = 10.0
+"""How long a search waits for a text that is announced. Whoever has announced it may have died."""
+
+POLL_S = 0.1
+
 MOST_READ = 4
 """Heads that a search reads: of texts that share a long beginning, as a system prompt, there may be thousands."""
 
 _HEAD = re.compile(
     r"heads/(?P<begin>[0-9a-f]{32})/(?P<id>c-[0-9a-f]{16})~(?P<number>[0-9]{8})"
-    r"(~(?P<chunks>[0-9a-f]{1,6})-(?P<end>[0-9a-f]{8})(?P<steps>([0-9a-f]{4}){0,24}))?"
+    r"(~(?P<chunks>[0-9a-f]{1,6})-(?P<end>[0-9a-f]{8})(?P<steps>([0-9a-f]{4}){0,24})(?P<soon>~soon)?)?"
 )
 _HASH = re.compile(r"[0-9a-f]{64}")
 
@@ -92,13 +102,14 @@ def begin_of(tokens: Int32s, salt: str) -> str:
 @dataclass(frozen=True, slots=True)
 class Name:
     """What the name of an object says of a state. marks: chunks, a hash of them, and hashes of 2, 4, 8, ... of them;
-    None for the name of a head.
+    None for the name of a head. soon: the state is being written.
     """
 
     begin: str
     id: str
     number: int
     marks: tuple[int, str, tuple[str, ...]] | None = None
+    soon: bool = False
 
 
 def parse_name(name: str) -> Name | None:
@@ -110,7 +121,7 @@ def parse_name(name: str) -> Name | None:
     if found["end"] is not None:
         steps = found["steps"]
         marks = int(found["chunks"], 16), found["end"], tuple(steps[i : i + 4] for i in range(0, len(steps), 4))
-    return Name(found["begin"], found["id"], int(found["number"]), marks)
+    return Name(found["begin"], found["id"], int(found["number"]), marks, found["soon"] is not None)
 
 
 def chunk_hashes(tokens: Int32s) -> list[str]:
@@ -241,20 +252,25 @@ class SharedTexts:
 
     def latest(self, begin: str) -> dict[str, int]:
         """Return the number that counts of each conversation that begins so. OSError."""
-        return {id: name.number for id, name in self._names(begin).items()}
+        return {id: name.number for id, name in self._names(begin)[0].items()}
 
-    def _names(self, begin: str) -> dict[str, Name]:
-        """Return of each conversation the number that counts, with its newest marks. OSError."""
-        numbers, marks = dict[str, int](), dict[str, Name]()
+    def _names(self, begin: str) -> tuple[dict[str, Name], dict[str, Name]]:
+        """Return of each conversation the number that counts, with its newest marks; and what is announced. OSError."""
+        numbers, marks, soon = dict[str, int](), dict[str, Name](), dict[str, Name]()
         for one in self._objects.list(f"heads/{begin}"):
             name = parse_name(one.name)
             if name is None:
                 continue
-            if name.marks is None:
+            if name.soon:
+                soon[one.name] = name
+            elif name.marks is None:
                 numbers[name.id] = max(numbers.get(name.id, 0), name.number)
             elif name.id not in marks or marks[name.id].number < name.number:
                 marks[name.id] = name
-        return {id: Name(begin, id, number, marks[id].marks if id in marks else None) for id, number in numbers.items()}
+        names = {
+            id: Name(begin, id, number, marks[id].marks if id in marks else None) for id, number in numbers.items()
+        }
+        return names, {name: one for name, one in soon.items() if numbers.get(one.id, 0) < one.number}
 
     def search(
         self, tokens: Int32s, *, salt: str, known: int, numbers: Mapping[str, float], refused: set[str]
@@ -264,8 +280,23 @@ class SharedTexts:
         numbers: states that are known already, by the id of their conversation. refused: names of heads to leave alone,
         to which those are added that are damaged. OSError.
         """
-        begin, hashes = begin_of(tokens, salt), chunk_hashes(tokens)
-        names = self._names(begin)
+        begin, hashes, until = begin_of(tokens, salt), chunk_hashes(tokens), self._clock() + ANNOUNCED_S
+        while True:
+            names, soon = self._names(begin)
+            there = max((alike(one.marks, hashes)[0] for one in names.values() if one.marks is not None), default=0)
+            awaited = [
+                name
+                for name, one in soon.items()
+                if name not in refused
+                and numbers.get(one.id, 0) < one.number
+                and alike(one.marks, hashes)[0] * CHUNK > max(known, there * CHUNK)
+            ]
+            if awaited and self._clock() >= until:
+                refused.update(awaited)  # nobody waits for it again
+            elif awaited:
+                self._sleep(POLL_S)
+                continue
+            break
         shared = {id: alike(name.marks, hashes) for id, name in names.items() if numbers.get(id, 0) < name.number}
         likely = sorted((id for id, (_, below) in shared.items() if below * CHUNK > known), key=lambda id: shared[id])
         best, most = None, known
@@ -290,6 +321,21 @@ class SharedTexts:
         """Read a head. SnapshotError if it is damaged, OSError if it cannot be had."""
         name = head_name(begin, id, number)
         return decode(name, self._objects.get(name))
+
+    @contextmanager
+    def announced(self, draft: Draft) -> Iterator[None]:
+        """Let other servers know that a state is being written. OSError."""
+        if len(draft.tokens) < ANNOUNCED:
+            yield
+            return
+        number = 1 if draft.base is None else draft.base.number + 1
+        name = f"{head_name(begin_of(draft.tokens, draft.salt), draft.id, number)}~{marks_of(draft.tokens)}~soon"
+        self._objects.put(name, b"")
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # `prune` deletes it
+                self._objects.delete(name)
 
     def publish(self, draft: Draft, path: Path) -> Head:
         """Write a state whose snapshot is the file `path`; its blocks go first. OSError.
@@ -318,10 +364,11 @@ class SharedTexts:
             if self._take(head):
                 break
             id, number = new_id(), 1
-        self._objects.put(f"{head.name}~{marks}", b"")
-        if base is not None and head.id == base.id:
-            self._objects.delete(base.name)
-            self._objects.delete(f"{base.name}~{marks_of(base.tokens)}")
+        with suppress(OSError):  # the state is written; the rest is for convenience, and `prune` tidies up
+            self._objects.put(f"{head.name}~{marks}", b"")
+            if base is not None and head.id == base.id:
+                self._objects.delete(base.name)
+                self._objects.delete(f"{base.name}~{marks_of(base.tokens)}")
         return head
 
     def _take(self, head: Head) -> bool:

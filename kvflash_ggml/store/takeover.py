@@ -24,8 +24,8 @@ from .texts import new_id, usable
 
 logger = logging.getLogger("kvflash_ggml")
 
-READERS = 4
-"""Searches at once: one that fetches much does not keep the others."""
+READERS = 8
+"""Searches at once: one that fetches much, or waits for another server, does not keep the others."""
 
 REST_S = 10.0
 """How long a store that has failed is left alone."""
@@ -111,7 +111,7 @@ class SharedSwapStore(SwapStore):
         return self._writer.submit(self._publish, draft, swapped)
 
     def _publish(self, draft: Draft, swapped: SwappedText) -> Head:
-        with self._file() as path:
+        with self._shared.announced(draft), self._file() as path:
             self._to_file(swapped, path)
             return self._shared.publish(draft, path)
 

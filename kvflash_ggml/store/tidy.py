@@ -73,6 +73,8 @@ def survey(objects: Objects) -> list[Texts]:
         name = parse_name(place["name"])
         if _BLOCK.fullmatch(place["name"]):
             texts.blocks[place["name"].removeprefix("blocks/")] = one
+        elif name is not None and name.soon:
+            texts.left.append(one)
         elif name is not None and name.marks is not None:
             marks.append(((texts.model, name.begin, name.id), name.number, one))
         elif name is not None:

@@ -21,6 +21,7 @@ from kvflash_ggml.errors import ConfigError, SnapshotError
 from kvflash_ggml.store import shared as shared_module
 from kvflash_ggml.store.objects import FolderObjects, Objects, open_objects
 from kvflash_ggml.store.shared import (
+    ANNOUNCED_S,
     Draft,
     Head,
     SharedTexts,
@@ -341,3 +342,48 @@ def test_a_long_prompt_is_written_before_its_answer_ends(server: Callable[..., S
     finally:
         held.set()
     assert isinstance(asked.wait(), Finished)
+
+
+def test_a_text_that_is_being_written_is_waited_for(server: Callable[..., Scheduler]) -> None:
+    """The next turn comes to another server before the first one has written its text."""
+    waits, writes = threading.Event(), threading.Event()
+    lists = 0
+
+    def before(what: str, name: str) -> None:
+        nonlocal lists
+        if what == "put" and name.startswith("blocks/") and not waits.is_set():
+            writes.set()
+            assert waits.wait(60)
+        lists += what == "list" and writes.is_set()
+        if lists == 2:
+            waits.set()
+
+    objects = MemoryObjects(before)
+    one, other = server(objects), server(objects)
+    text = np.tile(TEXT, 2)[:1100]
+    end = answer(one, text, 20)
+    assert writes.wait(60)
+    assert answer(other, [*text, *end.tokens, 65], 20).usage.cached >= len(text)
+    written(other, 1)
+    assert not [name for name in objects.all if name.endswith("~soon")]
+
+
+def test_an_announcement_of_a_server_that_died(server: Callable[..., Scheduler]) -> None:
+    """It is waited for once, and pruned later."""
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    objects = MemoryObjects()
+    texts = SharedTexts(objects, clock=lambda: now[0], sleep=sleep)
+    text = np.tile(TEXT, 2)
+    with texts.announced(Draft(id="c-0123456789abcdef", salt="", prompt=1, places=None, tokens=text, base=None)):
+        (name,) = objects.all
+    assert objects.all == {}
+    objects.put(name, b"")
+    refused = set[str]()
+    for waited in (ANNOUNCED_S, ANNOUNCED_S):
+        assert texts.search(text, salt="", known=0, numbers={}, refused=refused) == (None, set())
+        assert now[0] == pytest.approx(waited, abs=1)
+    assert refused == {name}

@@ -187,7 +187,8 @@ class Fleet:
                 path.write_bytes(text.tobytes())
                 id = new_id() if base is None else base.id
                 draft = Draft(id=id, salt="", prompt=1, places=None, tokens=text, base=base)
-                base = self.texts.publish(draft, path)
+                with self.texts.announced(draft):
+                    base = self.texts.publish(draft, path)
                 self.done.append(base)
             except Killed:
                 base = None
@@ -270,3 +271,4 @@ def folder(factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_module, "BLOCK", 128)
+    monkeypatch.setattr(shared_module, "ANNOUNCED", 64)
