@@ -289,7 +289,8 @@ class SharedTexts:
                 for name, one in soon.items()
                 if name not in refused
                 and numbers.get(one.id, 0) < one.number
-                and alike(one.marks, hashes)[0] * CHUNK > max(known, there * CHUNK)
+                and alike(one.marks, hashes)[0] * CHUNK > known
+                and alike(one.marks, hashes)[0] >= there  # of as many chunks it is the later one
             ]
             if awaited and self._clock() >= until:
                 refused.update(awaited)  # nobody waits for it again
@@ -325,17 +326,22 @@ class SharedTexts:
     @contextmanager
     def announced(self, draft: Draft) -> Iterator[None]:
         """Let other servers know that a state is being written. OSError."""
-        if len(draft.tokens) < ANNOUNCED:
-            yield
-            return
         number = 1 if draft.base is None else draft.base.number + 1
-        name = f"{head_name(begin_of(draft.tokens, draft.salt), draft.id, number)}~{marks_of(draft.tokens)}~soon"
-        self._objects.put(name, b"")
+        name = self.announce(draft.id, number, draft.tokens, draft.salt)
         try:
             yield
         finally:
-            with suppress(OSError):  # `prune` deletes it
-                self._objects.delete(name)
+            if name is not None:
+                with suppress(OSError):  # `prune` deletes it
+                    self._objects.delete(name)
+
+    def announce(self, id: str, number: int, tokens: Int32s, salt: str) -> str | None:
+        """Announce a state, and return the name of that; None, and nothing happens, for a short text. OSError."""
+        if len(tokens) < ANNOUNCED:
+            return None
+        name = f"{head_name(begin_of(tokens, salt), id, number)}~{marks_of(tokens)}~soon"
+        self._objects.put(name, b"")
+        return name
 
     def publish(self, draft: Draft, path: Path) -> Head:
         """Write a state whose snapshot is the file `path`; its blocks go first. OSError.

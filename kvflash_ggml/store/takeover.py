@@ -96,6 +96,10 @@ class SharedSwapStore(SwapStore):
             if before is not None:
                 before.release()
             self._next[conversation] = swapped
+            base = conversation.head  # of what is being written
+            id, number = (conversation.id, 2) if base is None else (base.id, base.number + 2)
+            # a search that comes when that is written waits for this one
+            self._reader.submit(self._shared.announce, id, number, swapped.tokens.copy(), conversation.salt)
         else:
             future = self._submit(conversation, swapped)
             self._writing[conversation] = future, swapped

@@ -387,3 +387,33 @@ def test_an_announcement_of_a_server_that_died(server: Callable[..., Scheduler])
         assert texts.search(text, salt="", known=0, numbers={}, refused=refused) == (None, set())
         assert now[0] == pytest.approx(waited, abs=1)
     assert refused == {name}
+
+
+def test_the_answer_of_a_long_prompt_is_waited_for_too(server: Callable[..., Scheduler]) -> None:
+    """Its prompt is still being written when it ends. Another server goes on from its end, and nobody has a copy."""
+    waits, writes, sees = threading.Event(), threading.Event(), threading.Event()
+    searching = False
+
+    def before(what: str, name: str) -> None:
+        first = any(name.endswith("~00000001") for name in list(objects.all))
+        if what == "put" and name.startswith("blocks/"):
+            writes.set()
+            assert (sees if first else waits).wait(60)
+        if what == "list" and searching and threading.current_thread().name.startswith("kvflash-takeover"):
+            (sees if any(name.endswith(f"~00000001~{marks_of(text)}") for name in list(objects.all)) else waits).set()
+
+    objects = MemoryObjects(before)
+    one, other = server(objects), server(objects)
+    text = np.tile(TEXT, 2)[:1100]
+    end = answer(one, text, 20)
+    assert writes.wait(60)
+    for _ in range(500):
+        if any(name.endswith("~soon") and "~00000002~" in name for name in list(objects.all)):
+            break
+        threading.Event().wait(0.01)
+    searching = True
+    again = answer(other, [*text, *end.tokens, *TEXT[:70]], 20)
+    assert again.usage.cached == len(text) + len(end.tokens)
+    written(one, 2)
+    written(other, 1)
+    assert (one.swapped.counts.copied, other.swapped.counts.copied) == (0, 0)
