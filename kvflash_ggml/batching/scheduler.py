@@ -378,7 +378,7 @@ class Scheduler:
 
     def _between(self, job: Job) -> None:
         """A step of a prompt is done, and more are to come: other answers go on meanwhile. GaveWay."""
-        if job.behind and (len(self.waiting) or self._calls):
+        if job.behind and (len(self.waiting) or self._calls or self._aside):
             raise GaveWay
         (reader,) = (one for one in self._running if one.job is job)
         others = [one for one in self._running if one is not reader]

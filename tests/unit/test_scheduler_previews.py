@@ -243,3 +243,20 @@ def test_nothing_of_a_preview_comes_into_the_folder(make: Make, tmp_path: Path) 
     assert kept == text()[: len(kept)]
     again = make(folder=ConversationFolder(tmp_path))
     assert answer(again, text(), 20).usage.cached == len(kept)
+
+
+def test_it_looks_after_each_step_for_who_was_put_aside_and_ends_beside_them(make: Make) -> None:
+    scheduler = make()
+    stalled = [True]
+    slow = ask(scheduler, text(STEP, 5), 20, full=lambda: stalled[0])
+    until(lambda: scheduler.put_aside == 1)
+    before, forgotten = scheduler.counts.swapped_out, scheduler.behind.put_back
+    gave_way: list[Any] = []
+    scheduler.behind.put_back = lambda job: (gave_way.append(job), forgotten(job))[1]  # type: ignore[method-assign]
+    _, begun = preview(scheduler, text())
+    read_behind(scheduler, begun.conversation)
+    assert len(gave_way) >= LENGTH // STEP - 1
+    assert (scheduler.put_aside, scheduler.counts.swapped_out) == (1, before)
+    stalled[0] = False
+    scheduler.wake()
+    assert isinstance(slow.wait(), Finished)
