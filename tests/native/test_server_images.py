@@ -11,18 +11,27 @@ import pytest
 from support.asgi import Client
 from support.fake_server import Server
 from support.harness import MODELS, TEXT
-from support.vision import JPEGS, ROWS, png, write_projector
+from support.vision import JPEGS, ROWS, png, write_mrope, write_projector
 
 from kvflash_ggml import KVFlashConfig, Llama
 
 MODEL = MODELS / "recall-qwen3-q8_0.gguf"
 WORDS = TEXT.read_text(encoding="utf-8")
+SIZE: dict[str, Any] = {"n_ctx": 4096, "n_batch": 128, "n_ubatch": 96, "n_gpu_layers": 0, "n_threads": 1,
+                        "n_threads_batch": 1, "verbose": False}  # fmt: skip
 RED, BLUE, GREEN = (png(colour) for colour in ((250, 20, 20), (10, 30, 240), (10, 200, 30)))
 
 
 @pytest.fixture(scope="module")
 def projector(tmp_path_factory: pytest.TempPathFactory, loaded: None) -> Path:
     return write_projector(tmp_path_factory.mktemp("images") / "mmproj.gguf", 256)
+
+
+@pytest.fixture(scope="module")
+def merger(projector: Path) -> Path:
+    """The projector of the M-RoPE model beside it."""
+    write_mrope(MODEL, projector.with_name("mrope.gguf"))
+    return write_projector(projector.with_name("merger.gguf"), 256, "qwen2vl_merger")
 
 
 @pytest.fixture
@@ -63,6 +72,11 @@ class Chat:
         return choice["message"]["content"], choice["logprobs"]["content"]
 
 
+def model_of(projector: Path) -> Path:
+    beside = projector.with_name("mrope.gguf")
+    return beside if projector.stem == "merger" else MODEL
+
+
 def serving(
     projector: Path, work: Callable[[Client], Awaitable[Any]], *, folder: Path | None = None, **settings: Any
 ) -> Any:
@@ -71,10 +85,7 @@ def serving(
     from kvflash_ggml.server.prompts import LlamaPrompts
 
     config = KVFlashConfig(**{"pool": 2048, "calibrate": False, **settings})
-    llm = Llama(
-        str(MODEL), n_ctx=4096, n_batch=128, n_ubatch=96, n_gpu_layers=0, n_threads=1, n_threads_batch=1, verbose=False,
-        kvflash=config, mmproj=projector,
-    )  # fmt: skip
+    llm = Llama(str(model_of(projector)), kvflash=config, mmproj=projector, **SIZE)
     server = Server(LlamaModel(llm), LlamaPrompts(llm), folder=folder)
     server.seconds = 200.0
     return server.run(work)
@@ -99,16 +110,17 @@ def test_ten_turns_encode_an_image_once(projector: Path, encoded: list[int]) -> 
     assert all(0 < read <= more + 8 for read, more in zip(chat.read[1:], new, strict=True)), (chat.read, new)
 
 
-def test_the_prompt_is_that_of_the_library(projector: Path) -> None:
-    """The same tokens and the same answer as `Llama.create_chat_completion`."""
+@pytest.mark.parametrize("kind", ["projector", "merger"])
+def test_the_prompt_is_that_of_the_library(kind: str, request: pytest.FixtureRequest) -> None:
+    """The same tokens and the same answer as `Llama.create_chat_completion`, of images with places of their own too."""
+    projector = request.getfixturevalue(kind)
 
     async def work(client: Client) -> tuple[str, int]:
         chat = Chat(client)
         return (await chat.ask(RED, "Which?", BLUE, "And?"))[0], chat.prompts[0]
 
     answer, count = serving(projector, work)
-    llm = Llama(str(MODEL), n_ctx=4096, n_batch=128, n_ubatch=96, n_gpu_layers=0, n_threads=1, n_threads_batch=1,
-                verbose=False, kvflash=2048, kvflash_calibrate=False, mmproj=projector)  # fmt: skip
+    llm = Llama(str(model_of(projector)), kvflash=2048, kvflash_calibrate=False, mmproj=projector, **SIZE)
     parts = [RED, "Which?", BLUE, "And?"]
     content = [{"type": "image_url", "image_url": part} if part.startswith("data:") else
                {"type": "text", "text": part} for part in parts]  # fmt: skip
