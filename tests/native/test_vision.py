@@ -21,6 +21,7 @@ from support.vision import ROWS, SIDE, WIDE, WIDE_PIXELS, png, write_mrope, writ
 from kvflash_ggml import Llama, SpecConfig
 from kvflash_ggml.errors import ConfigError, DecodeError
 from kvflash_ggml.native import library
+from kvflash_ggml.snapshot.container import Container, FileSource
 
 MODEL = MODELS / "recall-qwen3-q8_0.gguf"
 
@@ -61,6 +62,8 @@ def test_a_handler_answers_as_on_llama_cpps_own_class(projector: Path) -> None:
 RED, BLUE = (250, 20, 20), (10, 30, 240)
 SIZE = {"n_ctx": 2048, "n_batch": 128, "n_ubatch": 96, "n_gpu_layers": 0, "flash_attn": True, "verbose": False,
         "n_threads": 1, "n_threads_batch": 1}  # fmt: skip
+FAR = 4500
+"""Tokens between a picture and the question about it."""
 EXACT = {"kvflash_policy": "qk", "kvflash_reading": "exact", "kvflash_answer": "exact"}
 WORDS = TEXT.read_text(encoding="utf-8")
 
@@ -243,6 +246,46 @@ chat.llm.close()"""
     assert restored.llm.kvflash.last.read > known - 128, "another image is another text"
     full.messages = []
     np.testing.assert_array_equal(full.ask(BLUE, WORDS[:3000])[1], other[1])
+
+
+def pages(llm: Llama, folder: Path) -> list[bytes]:
+    """The page image of each whole chunk of a text."""
+    path = folder / "pages.kvs"
+    llm.save_snapshot(path)
+    size, count = llm.kvflash.page_bytes, llm.n_tokens // 64
+    images = [bytearray(size) for _ in range(count)]
+    for stored, image in zip(Container(FileSource(path)).pages("pages", size), images, strict=False):
+        stored.read_into(memoryview(image))
+    return [bytes(image) for image in images]
+
+
+@pytest.mark.slow
+def test_a_picture_far_in_front_of_its_question(asker: Any, pair: Pair, tmp_path: Path) -> None:
+    """The picture is 2,000 tokens in, and the question FAR tokens behind it: the KV of the picture's chunks and the
+    answer are those of the full cache, in a pool of less than a tenth of the text.
+    """
+    context = FAR + 4096
+    size = {"n_ctx": context, **EXACT}  # steps that the small pool need not cut
+    paged, full = asker(kvflash=512, **size), asker(kvflash=context, **size)
+    texts = [WORDS[:6000], WORDS[6000 : 6000 + int(2.9 * FAR)]]
+    for chat in paged, full:
+        chat.ask(texts[0], most=1)
+        chat.ask(RED, texts[1], most=1)
+    before = paged.llm.kvflash.page_ins
+    one, other = (chat.ask("Which colour was the picture?", most=4) for chat in (paged, full))
+    ids = paged.llm.input_ids[: paged.llm.n_tokens]
+    np.testing.assert_array_equal(ids, full.llm.input_ids[: full.llm.n_tokens])
+    first, *_, last = np.flatnonzero(ids < 0) // 64
+    assert 1900 < first * 64 < 3000
+    assert len(ids) - last * 64 > 0.75 * FAR
+    assert len(ids) > 10 * paged.llm.kvflash.pool
+    mine, theirs = pages(paged.llm, tmp_path), pages(full.llm, tmp_path)
+    assert mine[first : last + 1] == theirs[first : last + 1]
+    assert len(set(mine)) == len(mine)
+    assert one[0] == other[0]
+    np.testing.assert_array_equal(one[1], other[1])
+    assert paged.llm.kvflash.streamed_steps > 10
+    assert paged.llm.kvflash.page_ins >= before
 
 
 def test_a_small_pool_brings_an_image_back(asker: Any, pair: Pair) -> None:
