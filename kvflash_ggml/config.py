@@ -126,6 +126,10 @@ def _read_calibration(text: str) -> bool | Path:
     return asked if isinstance(asked, bool) else Path(asked)
 
 
+MIN_SEQUENCES = 2
+"""Of `parallel="auto"`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings:
     """Which pool there is, and where texts are kept that were read. The rest is in `KVFlashConfig`."""
@@ -158,7 +162,8 @@ class KVFlashConfig:
     sinks: leading chunks that are never evicted.
     tail: newest chunks that are never evicted, besides the one being filled.
     embedding: tokens of a text that llama.embedding.Embedder takes at once, for which memory is left. 0 for none.
-    parallel: sequences that are computed together. Each has an equal share of the pool.
+    parallel: sequences that are computed together. Each has an equal share of the pool. "auto" is 8, or fewer where
+        their states would take more than a quarter of the pool's bytes, or the pool has no room for so many.
     pool_share: "elastic" lets a scheduler deal the pool anew whenever a request begins or ends, to the texts with one;
         "strict" keeps the shares. None is elastic, and strict where the same bits are promised: with deterministic or
         deterministic_batch.
@@ -245,7 +250,7 @@ class KVFlashConfig:
     )  # fmt: skip
     checkpoints: int = 8
     embedding: int = 0
-    parallel: int = 1
+    parallel: int | Literal["auto"] = 1
     pool_share: Literal["strict", "elastic"] | None = None
     deterministic_batch: bool = False
 
@@ -256,6 +261,8 @@ class KVFlashConfig:
         self._check_pool()
         for name, least in (("sinks", 0), ("tail", 1), ("checkpoints", 0), ("embedding", 0), ("parallel", 1)):
             value = getattr(self, name)
+            if name == "parallel" and value == "auto":
+                continue
             if not is_whole(value) or value < least:
                 raise ConfigError(f"{name} is a whole number of at least {least}, not {value!r}")
         for span in self.pins:
@@ -307,9 +314,9 @@ class KVFlashConfig:
             "a policy that is an object": not isinstance(self.policy, str),
         }
         for name, asked in alone.items():
-            if asked and self.parallel > 1:
+            if asked and self.sequences > 1:
                 raise ConfigError(f"{name} serves one sequence, and parallel is {self.parallel}: leave out one of them")
-        if self.deterministic_batch and self.parallel == 1:
+        if self.deterministic_batch and self.sequences == 1:
             raise ConfigError(
                 "deterministic_batch: a sequence alone has nobody beside it, and parallel is 1: leave it out, or give"
                 " parallel"
@@ -329,16 +336,21 @@ class KVFlashConfig:
             )
 
     @property
+    def sequences(self) -> int:
+        """Sequences that are computed together; of "auto", those that there are at the least."""
+        return MIN_SEQUENCES if self.parallel == "auto" else self.parallel
+
+    @property
     def is_elastic(self) -> bool:
         """Can the shares of sequences change?"""
         promised = self.deterministic or self.deterministic_batch
-        return self.parallel > 1 and (self.pool_share or ("strict" if promised else "elastic")) == "elastic"
+        return self.sequences > 1 and (self.pool_share or ("strict" if promised else "elastic")) == "elastic"
 
     @property
     def minimum_pool(self) -> int:
         """Slots below which no chunk of a sequence could ever be evicted, rounded up to the pool step."""
-        padding = round_up(self.parallel, CHUNK) if self.deterministic_batch else 0
-        return round_up((self.sinks + self.tail + 2) * CHUNK * self.parallel + padding, POOL_STEP)
+        padding = round_up(self.sequences, CHUNK) if self.deterministic_batch else 0
+        return round_up((self.sinks + self.tail + 2) * CHUNK * self.sequences + padding, POOL_STEP)
 
     @property
     def sees_all(self) -> bool:

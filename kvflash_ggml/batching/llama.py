@@ -85,11 +85,11 @@ class LlamaModel:
         self._llm = llm
         self._images: dict[int, Sequence[Image]] = {}
         self.beside: Sequence[LlamaModel] = ()
-        if llm._config.parallel > 1 and self._sequence.seq == 0:
-            self.beside = [LlamaModel(open_beside(llm, seq)) for seq in range(1, llm._config.parallel)]
+        if llm._config.sequences > 1 and self._sequence.seq == 0:
+            self.beside = [LlamaModel(open_beside(llm, seq)) for seq in range(1, llm._config.sequences)]
             for one in self.beside:
                 one._images = self._images
-        llm.kvflash_together = llm._config.parallel > 1
+        llm.kvflash_together = llm._config.sequences > 1
         self._stats = llm.kvflash
         vocab = llm._model.vocab
         self._is_eog: Callable[[int], bool] = lambda token: bool(llama_cpp.llama_vocab_is_eog(vocab, token))

@@ -45,6 +45,19 @@ def read_layers(text: str) -> int | Literal["auto"]:
     raise ValueError(f"{text!r} is not a number of layers, 'auto' or 'all'")
 
 
+MOST_PARALLEL = 256
+
+
+def read_parallel(text: str) -> int | Literal["auto"]:
+    """A number of answers, or 'auto'. ValueError for any other text."""
+    word = text.strip().lower()
+    if word == "auto":
+        return "auto"
+    if word.isdecimal() and 1 <= int(word) <= MOST_PARALLEL:
+        return int(word)
+    raise ValueError(f"{text!r} is not a number of answers from 1 to {MOST_PARALLEL}, or 'auto'")
+
+
 def read_limit(text: str) -> int:
     """A number of tokens of at least 1, or -1 for no limit. ValueError for any other text."""
     word = text.strip()

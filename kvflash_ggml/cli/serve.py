@@ -25,6 +25,7 @@ from .options import (
     log_options,
     model_options,
     pool_options,
+    read_parallel,
     spec_options,
 )
 from .sections import MODEL_FILE, SectionCommand, collected
@@ -87,9 +88,10 @@ class ServerOptions:
     )  # fmt: skip
     api_key_file: Path | None = _net(Path, metavar="FILE", exists=True, help="More keys, one a line.")
     insecure: bool = _net(bool, default=False, help="Listen at an address that is not loopback without a key.")
-    parallel: int = _limits(
-        int, "-np", "--parallel", default=1, least=1, most=256,
-        help="Answers that are decoded together, each in its share of the pool; any number of conversations is kept.",
+    parallel: int | Literal["auto"] = _limits(
+        read_parallel, "-np", "--parallel", default=1, metavar="N|auto",
+        help="Answers that are decoded together, each in its share of the pool; any number of conversations is kept."
+        " auto: 8, or fewer where their states or least shares take too much.",
     )  # fmt: skip
     pool_share: Literal["strict", "elastic"] | None = _limits(
         ("strict", "elastic"),

@@ -29,7 +29,7 @@ class Job:
     drafts: SpecOptions
     log: LogOptions
     template: str | None
-    parallel: int
+    parallel: int | Literal["auto"]
     pool_share: Literal["strict", "elastic"] | None
     deterministic_batch: bool
     embedding: int

@@ -34,7 +34,7 @@ from ..native import engine as native
 from ..native import library
 from ..native import remote as servers
 from ..placement import devices, memory, sizing
-from ..placement.predict import copied
+from ..placement.predict import with_steps
 from ..placement.sizing import PoolSize
 from ..policy.base import Scorer
 from ..sampling import Samplers
@@ -47,7 +47,7 @@ from .call_lock import CallLock, changing, locked, writing
 from .chatting import PARAMETERS, Chatting
 from .context import Closed, check_adapter
 from .generation import Generation, limited
-from .opening import allow_several, open_pool, resize
+from .opening import open_pool, resize, with_sequences
 from .preview import Previews, previewed, previews_of
 from .reader import Reader, numbers
 from .samplers import chain_of
@@ -257,8 +257,7 @@ class Llama(llama_cpp.Llama):
         if self._config is not None:
             self._room = room(self, self._config, self._draft_model, **self._steps)
             self.context_params.n_rs_seq = self._room.planes
-            if self._config.parallel > 1:
-                allow_several(self.context_params, self._config.parallel, **self._steps)
+            self._config = with_sequences(self, self._config)
             self._size = self._size_pool(self._config)
             self._pool_requests.enter_context(self._pool_request(self._size))
 
@@ -271,15 +270,12 @@ class Llama(llama_cpp.Llama):
         return native.pool_request(size.slots, self._query_rows() if size.bounded else 0)
 
     def _size_pool(self, config: KVFlashConfig) -> PoolSize:
-        # as upstream will set them when it knows how long the context is
-        n_ctx = self.context_params.n_ctx or self._model.n_ctx_train()
-        n_batch = min(n_ctx, self._steps["n_batch"])
         others = embedding.reserve_bytes(sizing.address(self._model), self.context_params, config)
         others += vision.reserve_bytes(self._projector)
         size = sizing.fit(
             config,
             self._model,
-            copied(self.context_params, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=min(n_batch, self._steps["n_ubatch"])),
+            with_steps(self._model, self.context_params, **self._steps),
             query_rows=self._query_rows(),
             reserved=drafter.reserve_bytes(self._drafter) + others + device_bytes(self._found) + self._room.kept_bytes,
             mapped=self.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP,

@@ -23,6 +23,7 @@ from ..drafter import model as drafter
 from ..errors import ConfigError, DoesNotFit, KVFlashError
 from ..native import engine as native
 from ..placement import sizing
+from ..placement.predict import with_steps
 from ..placement.sizing import PoolSize
 from ..sequence.pool import Pool
 from ..sequence.sequence import Sequence
@@ -84,6 +85,17 @@ def allow_several(params: Any, sequences: int, *, n_batch: int, n_ubatch: int) -
     params.n_seq_max, params.kv_unified = sequences, True
 
 
+def with_sequences(llm: Any, config: KVFlashConfig) -> KVFlashConfig:
+    """Let the context that is to be made have its sequences. Returns the config, with a number in place of "auto"."""
+    if config.parallel == "auto":
+        params = with_steps(llm._model, llm.context_params, **llm._steps)
+        alone = llm._size_pool(replace(config, parallel=1, deterministic_batch=False))
+        config = replace(config, parallel=sizing.sequences_for(config, llm._model, params, alone.slots))
+    if config.sequences > 1:
+        allow_several(llm.context_params, config.sequences, **llm._steps)
+    return config
+
+
 def _open_text(llm: Any, sequence: Sequence) -> None:
     """Let a Llama hold the text of a sequence."""
     llm._reader.sequence = sequence
@@ -142,7 +154,7 @@ def resize(llm: Any, tokens: int) -> int:
     if config is None or old is None:
         raise KVFlashError("there is no pool that could have another size: make the Llama with kvflash=")
     old.check_open()
-    if config.parallel > 1:
+    if config.sequences > 1:
         raise ConfigError(f"a pool that {config.parallel} sequences share keeps its size: make a new Llama")
     if not isinstance(config.policy, str):
         raise ConfigError(f"policy={config.policy!r} serves one pool: name a policy, or make a new Llama")

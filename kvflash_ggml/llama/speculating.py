@@ -126,7 +126,7 @@ def search(model: Path, config: KVFlashConfig) -> tuple[Found, ...]:
     spec = config.spec
     if spec is None:
         return ()
-    return (Found(NGRAM),) if config.parallel > 1 else tuple(find(model, spec.types, spec.draft))
+    return (Found(NGRAM),) if config.sequences > 1 else tuple(find(model, spec.types, spec.draft))
 
 
 def loads_head(found: Sequence[Found]) -> bool:
@@ -152,7 +152,7 @@ def open_drafting(
     spec = config.spec
     if not rows:
         return Drafting()
-    if engine.info.recurrent and config.parallel > 1:
+    if engine.info.recurrent and config.sequences > 1:
         raise ConfigError(
             f"spec: a step has equally many rows of each sequence with recurrent state, and drafts differ in length;"
             f" parallel is {config.parallel}: leave out one of them"
@@ -201,7 +201,7 @@ def make_speculator(
     For a lossless answer the pool drafts too, and they draft for it. With measured costs whoever promises most is
     asked; with a fixed width the pool comes first.
     """
-    if llm.draft_model is not None and config.parallel > 1:
+    if llm.draft_model is not None and config.sequences > 1:
         raise ConfigError(f"draft_model serves one sequence, and parallel is {config.parallel}: leave out one of them")
     given = [] if llm.draft_model is None else [Callback(llm.draft_model)]
     sources = [Asked(drafter) for drafter in (*given, *drafting.drafters)]
@@ -212,7 +212,7 @@ def make_speculator(
         if not sources:
             return None
         made = speculator(sources, _controls(spec, drafting), features=drafting.features, total=drafting.total)
-        if config.parallel > 1 and not spec.types:
+        if config.sequences > 1 and not spec.types:
             made.off = f"parallel is {config.parallel}, and drafters other than ngram serve one sequence"
         return made
     nested = speculator(sources, _controls(spec, drafting), total=drafting.on_pool) if sources else None

@@ -321,8 +321,9 @@ class PoolStats:
         )
 
     def _shares(self) -> str:
-        count = self._size.parallel
-        return f", for each of {count} sequences" if count > 1 else ""
+        count, shared = self._size.parallel, self._session.config.is_elastic
+        each = ", and more while others are idle" if shared and self._session.bounded else ""
+        return f", for each of {count} sequences{each}" if count > 1 else ""
 
     def _where(self) -> str:
         devices = self.devices

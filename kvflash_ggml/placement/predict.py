@@ -205,3 +205,10 @@ def copied(params: Any, **changes: Any) -> Any:
     for name, value in changes.items():
         setattr(res, name, value)
     return res
+
+
+def with_steps(model: Any, params: Any, *, n_batch: int, n_ubatch: int) -> Any:
+    """Parameters of a context of a llama_cpp LlamaModel, as upstream will set them when it knows how long that is."""
+    n_ctx = params.n_ctx or model.n_ctx_train()
+    step = min(n_ctx, n_batch)
+    return copied(params, n_ctx=n_ctx, n_batch=step, n_ubatch=min(step, n_ubatch))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ..config import KVFlashConfig
+from ..config import MIN_SEQUENCES, KVFlashConfig
 from ..constants import CHUNK, POOL_STEP, SPEED_CAP, round_up
 from ..errors import DoesNotFit, mebibytes
 from . import memory
@@ -22,6 +22,12 @@ logger = logging.getLogger("kvflash_ggml")
 
 UNEVEN = 3
 """A device is tight if it has room for less than so many of so many and one of the slots that all could have."""
+
+MOST_SEQUENCES = 8
+"""Of `parallel="auto"`: from there on a step gains little, and each share of a pool of the usual size becomes small."""
+
+STATE_SHARE = 4
+"""States of all sequences take at most one of so many parts of what the pool takes."""
 
 HALF = 2
 """Page images of the host need the other half of its memory."""
@@ -170,7 +176,7 @@ def slot_size(model: Any, params: Any) -> int:
 
 def bounds(config: KVFlashConfig, n_ctx: int) -> tuple[int, int]:
     """The fewest and the most slots of "auto"."""
-    ceiling = round_up(n_ctx, POOL_STEP) * config.parallel
+    ceiling = round_up(n_ctx, POOL_STEP) * config.sequences
     least = min(config.minimum_pool, ceiling)
     return least, max(least, min(SPEED_CAP, ceiling))
 
@@ -182,7 +188,7 @@ def resolve(config: KVFlashConfig, *, n_ctx: int, slot_bytes: int, lanes: Sequen
     multiple of POOL_STEP, rounded down where bytes count, never above the context and never below the minimum of the
     protections.
     """
-    ceiling = round_up(n_ctx, POOL_STEP) * config.parallel
+    ceiling = round_up(n_ctx, POOL_STEP) * config.sequences
     per_token = f"at {slot_bytes / 1024:.1f} KiB a token"
     tight = None
     if config.pool_bytes is not None:
@@ -205,7 +211,37 @@ def resolve(config: KVFlashConfig, *, n_ctx: int, slot_bytes: int, lanes: Sequen
     if slots >= ceiling:
         slots = ceiling
         why = f"{why}, which is the whole context"
-    return PoolSize(slots=slots, n_ctx=round_up(n_ctx, POOL_STEP), why=why, tight=tight, parallel=config.parallel)
+    return PoolSize(slots=slots, n_ctx=round_up(n_ctx, POOL_STEP), why=why, tight=tight, parallel=config.sequences)
+
+
+def sequences_for(config: KVFlashConfig, model: Any, params: Any, slots: int) -> int:
+    """How many sequences `parallel="auto"` is, for a llama_cpp LlamaModel, llama_context_params and a pool."""
+    slot, state = slot_size(model, params), _state_size(model, params, slots)
+    return sequences(config, slots, slot_bytes=slot, state_bytes=state, rows=params.n_ubatch)
+
+
+def sequences(config: KVFlashConfig, slots: int, *, slot_bytes: int, state_bytes: int, rows: int) -> int:
+    """How many sequences `parallel="auto"` is, with a pool of so many slots.
+
+    state_bytes: of a sequence, beside the pool. rows: of a step, at most.
+    """
+    least = (config.sinks + config.tail + 2) * CHUNK
+    count = min(MOST_SEQUENCES, rows, slots // least)
+    if state_bytes:
+        count = min(count, slots * slot_bytes // STATE_SHARE // state_bytes)
+    return max(MIN_SEQUENCES, count)
+
+
+def _state_size(model: Any, params: Any, slots: int) -> int:
+    """Bytes that one more sequence takes beside a pool of so many slots: recurrent state, and sliding windows."""
+    from ..native import measure
+    from .predict import copied
+
+    took = []
+    for count in (1, 2):
+        several = copied(params, n_seq_max=count, kv_unified=True)
+        took.append(sum(need.kv for need in measure.measure(address(model), several, cells=slots).devices))
+    return took[1] - took[0]
 
 
 def halved(size: PoolSize, times: int, *, minimum: int) -> PoolSize:

@@ -230,6 +230,14 @@ def test_what_serves_one_sequence_is_refused(more: dict[str, Any]) -> None:
         KVFlashConfig(parallel=2, **more)
 
 
+@pytest.mark.parametrize(("kind", "pool", "want"), [("dense", 4096, 8), ("dense", 1024, 2), ("hybrid", 4096, 2)])
+def test_as_many_sequences_as_there_is_room_for(kind: str, pool: int, want: int, llama: Callable[..., Any]) -> None:
+    """The states of a hybrid model take more than a quarter of a small pool."""
+    llm = llama(kind, n_ctx=N_CTX, n_batch=256, n_ubatch=256, kvflash=KVFlashConfig(pool=pool, parallel="auto"))
+    assert len(LlamaModel(llm).beside) == want - 1
+    assert f"for each of {want} sequences, and more while others are idle" in llm.kvflash.banner()
+
+
 def test_a_shared_pool_keeps_its_size(llama: Callable[..., Any]) -> None:
     llm = llama("dense", n_ctx=1024, kvflash=KVFlashConfig(pool=1024, parallel=2))
     with pytest.raises(KVFlashError, match="2 sequences share"):

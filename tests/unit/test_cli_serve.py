@@ -133,6 +133,14 @@ def test_the_target_for_streams_is_in_milliseconds(serve: Serving) -> None:
     assert serve("m.gguf", "--itl-target", "0").exit_code == 2
 
 
+def test_as_many_answers_together_as_there_is_room_for(serve: Serving) -> None:
+    assert serve("m.gguf", "-np", "auto").exit_code == 0
+    assert serve.cli.settings["kvflash"].parallel == "auto"
+    for wrong in ("0", "257", "many"):
+        refused = serve("m.gguf", "-np", wrong)
+        assert (refused.exit_code, "from 1 to 256, or 'auto'" in refused.stderr) == (2, True)
+
+
 def test_a_command_line_of_llama_server(serve: Serving, tmp_path: Path) -> None:
     line = f"""-m m.gguf -a name -c 8192 -b 256 -ub 128 --gpu-layers 9 -t 3 -tb 2 -fa on -ctk q8_0 -ctv q8_0 --jinja
         --metrics --slots -cb -np 4 --no-webui --no-mmap --mlock --host 127.0.0.1 --port 81 --api-key k --temp 0.2

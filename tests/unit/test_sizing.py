@@ -152,3 +152,22 @@ def test_every_input_is_named() -> None:
     """So that two places that size a pool cannot mix up their numbers."""
     kinds = {p.kind for name, p in inspect.signature(sizing.resolve).parameters.items() if name != "config"}
     assert kinds == {inspect.Parameter.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize(
+    ("slots", "state", "rows", "want"),
+    [
+        (16384, 0, 512, 8),
+        (16384, 20 << 20, 512, 8),  # a quarter of 1 GiB has room for 12
+        (16384, 50 << 20, 512, 5),
+        (16384, 150 << 20, 512, 2),  # there is room for one: states take more than a quarter then
+        (2048, 0, 512, 4),  # 1 + 4 + 2 chunks for each
+        (512, 0, 512, 2),
+        (16384, 0, 6, 6),
+    ],
+)
+def test_sequences_of_auto(slots: int, state: int, rows: int, want: int) -> None:
+    config = KVFlashConfig(parallel="auto")
+    assert sizing.sequences(config, slots, slot_bytes=64 * KIB, state_bytes=state, rows=rows) == want
+    assert config.sequences == 2
+    assert config.minimum_pool == KVFlashConfig(parallel=2).minimum_pool
