@@ -64,7 +64,8 @@ def plan(toolchain: Toolchain) -> Plan:
     else:
         origin, content = pin.sha256 + series_hash(deep), pin.sha256 + series_hash(series)
     first, second = ((STAGES / stage / "CMakeLists.txt").read_bytes() for stage in ("ggml", "llama"))
-    ggml_key = digest(origin, first, *COMMON, *toolchain.identity())[:20]
+    kernels = [digest_files(NATIVE, kernel_files())] if toolchain.flag("GGML_CUDA", default=False) else []
+    ggml_key = digest(origin, first, *COMMON, *toolchain.identity(), *kernels)[:20]
     work_key = digest(ggml_key, toolchain.generator or "")[:20]
     out_key = digest(content, second, digest_files(NATIVE, shim_files()))[:20]
     cache = cache_dir()
@@ -86,6 +87,11 @@ def shim_files() -> list[Path]:
     return sorted([*NATIVE.glob("*.h"), *NATIVE.glob("*.cpp")])
 
 
+def kernel_files() -> list[Path]:
+    """Our CUDA: a part of the first stage, since the backend calls it."""
+    return sorted(NATIVE.glob("*.cu*"))
+
+
 def build(p: Plan) -> None:
     """Make `p.ggml` and `p.out` exist."""
     _build_ggml(p)
@@ -100,7 +106,7 @@ def _build_ggml(p: Plan) -> None:
         work = p.ggml.with_name(p.ggml.name + ".build")
         temp = p.ggml.with_name(p.ggml.name + ".new")
         log("ggml: configuring")
-        _cmake(p, work, "ggml", p.source, [])
+        _cmake(p, work, "ggml", p.source, [f"-DKVFLASH_NATIVE={NATIVE}"])
         log("ggml: compiling (minutes on a CPU, much longer with CUDA; done once per set of flags)")
         make(p.toolchain, work, "all")
         shutil.rmtree(temp, ignore_errors=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import gguf
 import pytest
-from vendoring.build import upstream_llama
+from vendoring.build import NATIVE, upstream_llama
 from vendoring.source import LLAMA, pristine_tree
 
 AMPERE, HOPPER = 800, 900
@@ -23,16 +23,16 @@ MAX_ROWS = {Type.Q4_K: 5, Type.Q5_K: 6, Type.Q6_K: 7, Type.Q8_0: 8}
 CUDA = Path("ggml/src/ggml-cuda")
 
 
-def compiled(llama: Path, folder: Path, function: str, file: str, callers: str) -> Path:
+def compiled(llama: Path, folder: Path, function: str, file: str | Path, callers: str) -> Path:
     """A library of one function of ggml's CUDA backend, and of what calls it."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
     defined = [
         line
-        for name in ("common.cuh", "mmvq.cuh")
-        for line in (llama / CUDA / name).read_text(encoding="utf-8").splitlines()
-        if re.match(r"#define (GGML_CUDA_CC_|MMVQ_MAX_BATCH_SIZE)", line)
+        for header in (llama / CUDA / "common.cuh", llama / CUDA / "mmvq.cuh", NATIVE / "kvf_narrow.cuh")
+        for line in header.read_text(encoding="utf-8").splitlines()
+        if re.match(r"#define (GGML_CUDA_CC_|MMVQ_MAX_BATCH_SIZE|KVF_NARROW_)", line)
     ]
     code = (llama / CUDA / file).read_text(encoding="utf-8")
     found = re.search(rf"^(static )?bool {function}\(.*?^\}}", code, re.DOTALL | re.MULTILINE)
@@ -98,6 +98,30 @@ extern "C" int dense(int cc, int rows, int64_t n, int prec, int is_whole) {
     assert not dense(library, HOPPER, 2048, layer, whole=False)  # a view with gaps between its rows
     asked = "!ggml_cuda_prefer_dense(src0, cc, ne11, dst->op_params[0]) &&"
     assert asked in (upstream_llama() / CUDA / "ggml-cuda.cu").read_text("utf-8")
+
+
+def test_narrow_products_are_ours(tmp_path: Path) -> None:
+    """That their values are right was compared on a GPU, by upstream's own test of products (test-backend-ops)."""
+    callers = """
+extern "C" bool narrow(int type, int cc, int64_t rows, int64_t matrices) {
+    ggml_tensor src0{}, src1{};
+    src0.type = (ggml_type) type;
+    src0.ne[2] = src0.ne[3] = src1.ne[3] = 1;
+    src1.ne[1] = rows;
+    src1.ne[2] = matrices;
+    return kvf_narrow_wanted(&src0, &src1, cc);
+}
+"""
+    loaded = ctypes.CDLL(str(compiled(upstream_llama(), tmp_path, "kvf_narrow_wanted", NATIVE / "kvf_narrow.cu", callers)))
+    loaded.narrow.restype = ctypes.c_bool
+    loaded.narrow.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    for type, least in {Type.Q4_K: 2, Type.Q5_K: 2, Type.Q6_K: 4}.items():
+        assert [rows for rows in range(1, 65) if loaded.narrow(type, HOPPER, rows, 1)] == list(range(least, 25))
+        assert not loaded.narrow(type, HOPPER, 8, 2)
+        assert not loaded.narrow(type, AMPERE, 8, 1)
+    assert not loaded.narrow(Type.Q8_0, HOPPER, 8, 1)
+    code = (upstream_llama() / CUDA / "ggml-cuda.cu").read_text(encoding="utf-8")
+    assert code.index("kvf_narrow_wanted(src0, src1, cc)") < code.index("ggml_cuda_mul_mat_vec_q(ctx, src0, src1, nullptr, dst)")
 
 
 def test_a_warp_holds_several_columns() -> None:

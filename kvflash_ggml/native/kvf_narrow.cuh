@@ -1,0 +1,15 @@
+// Products of quantised weights with a few columns: verified drafts, and one token of each of several sequences.
+#pragma once
+
+#include "common.cuh"
+
+// Columns, as found on an H100: before that the vector kernel is as fast (it reads the odd blocks of Q6_K better), from 32 on the
+// matrix kernel.
+#define KVF_NARROW_MIN 2
+#define KVF_NARROW_MIN_Q6_K 4
+#define KVF_NARROW_MAX 24
+
+// Is this product computed here? `src0` are the weights.
+bool kvf_narrow_wanted(const ggml_tensor * src0, const ggml_tensor * src1, int cc);
+
+void kvf_narrow(ggml_backend_cuda_context & ctx, const ggml_tensor * src0, const ggml_tensor * src1, ggml_tensor * dst);
