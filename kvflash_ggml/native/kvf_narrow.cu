@@ -224,17 +224,23 @@ static __global__ void __launch_bounds__(WARPS*WARP_SIZE, 4) narrow(
     }
 }
 
-bool kvf_narrow_wanted(const ggml_tensor * src0, const ggml_tensor * src1, int cc) {
+bool kvf_narrow_wanted(const ggml_tensor * src0, const ggml_tensor * src1, const ggml_tensor * dst, int cc) {
     static const char * kernels = getenv("KVFLASH_KERNELS");
     static const bool   stock   = kernels != nullptr && strcmp(kernels, "stock") == 0;
     const bool known = src0->type == GGML_TYPE_Q4_K || src0->type == GGML_TYPE_Q5_K || src0->type == GGML_TYPE_Q6_K;
-    const int64_t least = src0->type == GGML_TYPE_Q6_K ? KVF_NARROW_MIN_Q6_K : KVF_NARROW_MIN;
-    return !stock && known && cc == GGML_CUDA_CC_HOPPER && src1->ne[1] >= least && src1->ne[1] <= KVF_NARROW_MAX &&
-        src0->ne[2]*src0->ne[3]*src1->ne[2]*src1->ne[3] == 1;
+    if (stock || !known || cc != GGML_CUDA_CC_HOPPER || src0->ne[2]*src0->ne[3] != 1) {
+        return false;
+    }
+    const int64_t sequences = src1->ne[2]*src1->ne[3];
+    const int64_t columns   = src1->ne[1]*sequences;
+    if (sequences > 1) {
+        return columns <= KVF_NARROW_MAX_SEQUENCES && ggml_is_contiguous(src1) && ggml_is_contiguous(dst);
+    }
+    return columns >= (src0->type == GGML_TYPE_Q6_K ? KVF_NARROW_MIN_Q6_K : KVF_NARROW_MIN) && columns <= KVF_NARROW_MAX;
 }
 
 void kvf_narrow(ggml_backend_cuda_context & ctx, const ggml_tensor * src0, const ggml_tensor * src1, ggml_tensor * dst) {
-    const int64_t ncols  = src1->ne[1];
+    const int64_t ncols  = ggml_nrows(src1);
     const int64_t padded = GGML_PAD(src1->ne[0], MATRIX_ROW_PADDING);
     ggml_cuda_pool_alloc<char> y(ctx.pool(), ncols*padded*sizeof(block_q8_1)/QK8_1);
     cudaStream_t stream = ctx.stream();

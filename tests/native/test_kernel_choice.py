@@ -103,25 +103,31 @@ extern "C" int dense(int cc, int rows, int64_t n, int prec, int is_whole) {
 def test_narrow_products_are_ours(tmp_path: Path) -> None:
     """That their values are right was compared on a GPU, by upstream's own test of products (test-backend-ops)."""
     callers = """
-extern "C" bool narrow(int type, int cc, int64_t rows, int64_t matrices) {
+extern "C" bool ggml_is_contiguous(const struct ggml_tensor * tensor) { return tensor->nb[0]; }
+extern "C" bool narrow(int type, int cc, int64_t rows, int64_t sequences, bool whole) {
     ggml_tensor src0{}, src1{};
     src0.type = (ggml_type) type;
     src0.ne[2] = src0.ne[3] = src1.ne[3] = 1;
     src1.ne[1] = rows;
-    src1.ne[2] = matrices;
-    return kvf_narrow_wanted(&src0, &src1, cc);
+    src1.ne[2] = sequences;
+    src1.nb[0] = whole;
+    return kvf_narrow_wanted(&src0, &src1, &src1, cc);
 }
 """
-    loaded = ctypes.CDLL(str(compiled(upstream_llama(), tmp_path, "kvf_narrow_wanted", NATIVE / "kvf_narrow.cu", callers)))
+    loaded = ctypes.CDLL(
+        str(compiled(upstream_llama(), tmp_path, "kvf_narrow_wanted", NATIVE / "kvf_narrow.cu", callers))
+    )
     loaded.narrow.restype = ctypes.c_bool
-    loaded.narrow.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    loaded.narrow.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_bool]
     for type, least in {Type.Q4_K: 2, Type.Q5_K: 2, Type.Q6_K: 4}.items():
-        assert [rows for rows in range(1, 65) if loaded.narrow(type, HOPPER, rows, 1)] == list(range(least, 25))
-        assert not loaded.narrow(type, HOPPER, 8, 2)
-        assert not loaded.narrow(type, AMPERE, 8, 1)
-    assert not loaded.narrow(Type.Q8_0, HOPPER, 8, 1)
+        assert [rows for rows in range(1, 65) if loaded.narrow(type, HOPPER, rows, 1, True)] == list(range(least, 25))
+        assert [count for count in range(2, 99) if loaded.narrow(type, HOPPER, 1, count, True)] == list(range(2, 65))
+        assert not loaded.narrow(type, HOPPER, 1, 8, False)
+        assert not loaded.narrow(type, AMPERE, 8, 1, True)
+    assert not loaded.narrow(Type.Q8_0, HOPPER, 8, 1, True)
     code = (upstream_llama() / CUDA / "ggml-cuda.cu").read_text(encoding="utf-8")
-    assert code.index("kvf_narrow_wanted(src0, src1, cc)") < code.index("ggml_cuda_mul_mat_vec_q(ctx, src0, src1, nullptr, dst)")
+    ours, stock = "kvf_narrow(ctx, src0, src1, dst);", "ggml_cuda_mul_mat_vec_q(ctx, src0, src1, nullptr, dst);"
+    assert code.index(ours) < code.index(stock)
 
 
 def test_a_warp_holds_several_columns() -> None:
