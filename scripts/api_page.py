@@ -32,7 +32,7 @@ has only those that this package adds or changes.
 """
 
 NO_OPTIONS = {
-    "KVFLASH_KERNELS": "`stock`: prompts and steps of a few rows on Hopper GPUs multiply weights as llama.cpp does; another value is an error.",
+    "KVFLASH_KERNELS": "`stock`: on Hopper GPUs weights are multiplied as in llama.cpp; another value is an error.",
     "KVFLASH_LANE": "`stream` or `sync`: all devices move pages that way, for tests.",
     "KVFLASH_PORTABLE": "1: build for every CPU of this architecture.",
     "KVFLASH_RPC_TIMEOUT": "Seconds (1 to 86,400) until a silent server of devices counts as lost; 120 unless set.",

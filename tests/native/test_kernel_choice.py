@@ -40,7 +40,10 @@ def compiled(llama: Path, folder: Path, function: str, file: str | Path, callers
     source, library = folder / "choice.cpp", folder / "choice.so"
     headers = ["#include <cstdlib>", "#include <cstring>", '#include "ggml.h"']
     source.write_text("\n".join([*headers, *defined, found[0], callers]))
-    subprocess.run([compiler, "-shared", "-fPIC", f"-I{llama / 'ggml/include'}", "-o", library, source], check=True)
+    own = "-Wl,-Bsymbolic"  # the stand-ins below, not the functions of a library that is loaded here
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", own, f"-I{llama / 'ggml/include'}", "-o", library, source], check=True
+    )
     return library
 
 
