@@ -300,7 +300,8 @@ def test_a_request_says_what_is_seen(llama: Callable[..., Any], tokens: npt.NDAr
 def test_what_is_all_resident_is_seen_whole(llama: Callable[..., Any], tokens: npt.NDArray[Any]) -> None:
     llm = llama("dense", **POOL | {"n_ctx": 1024})
     with served(llm) as scheduler:
-        assert scheduler.model.readings == scheduler.model.answers == ("pool", "exact")
+        assert scheduler.model.readings == ("pool", "exact", "preview")
+        assert scheduler.model.answers == ("pool", "exact")
         plain = answer(scheduler, tokens[:300].tolist(), 8, reuse=False)
         asked = answer(scheduler, tokens[:300].tolist(), 8, reuse=False, reading="exact", answer="exact")
     assert asked.tokens == plain.tokens
