@@ -247,3 +247,14 @@ def _counter(nodes: list[int]) -> Any:
         return False
 
     return llama_cpp.ggml_backend_sched_eval_callback(asked)
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each run of the image encoder."""
+    from llama_cpp import mtmd_cpp
+
+    runs: list[int] = []
+    stock = mtmd_cpp.mtmd_encode_chunk
+    monkeypatch.setattr(mtmd_cpp, "mtmd_encode_chunk", lambda *args: runs.append(1) or stock(*args))
+    return runs

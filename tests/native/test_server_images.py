@@ -34,17 +34,6 @@ def merger(projector: Path) -> Path:
     return write_projector(projector.with_name("merger.gguf"), 256, "qwen2vl_merger")
 
 
-@pytest.fixture
-def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each run of the image encoder."""
-    from llama_cpp import mtmd_cpp
-
-    runs: list[int] = []
-    stock = mtmd_cpp.mtmd_encode_chunk
-    monkeypatch.setattr(mtmd_cpp, "mtmd_encode_chunk", lambda *args: runs.append(1) or stock(*args))
-    return runs
-
-
 class Chat:
     """A conversation with a server. read: tokens of each prompt that were not known. ours: fields for our server."""
 

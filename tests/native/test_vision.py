@@ -160,17 +160,6 @@ def plain(made: Any, pairs: dict[str, Pair]) -> Any:
     return lambda **settings: made(pairs["plain"], **settings)
 
 
-@pytest.fixture
-def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each run of the image encoder."""
-    from llama_cpp import mtmd_cpp
-
-    runs: list[int] = []
-    stock = mtmd_cpp.mtmd_encode_chunk
-    monkeypatch.setattr(mtmd_cpp, "mtmd_encode_chunk", lambda *args: runs.append(1) or stock(*args))
-    return runs
-
-
 def test_a_pool_that_holds_everything_equals_stock(asker: Any) -> None:
     """Of two images in a row, in steps that cut them."""
     import llama_cpp
