@@ -86,7 +86,7 @@ class PutAside(Exception):
 
 class Answer:
     """check: called between two steps; what it raises ends the answer, and what was read stays at hand. between: called
-    between two steps of the prompt.
+    between two steps of the prompt, with the tokens read.
 
     name: the identifier that its conversation gets, "" for the one it has. conversation: that identifier, once it is
     known. preview: None for an answer that is none.
@@ -98,7 +98,7 @@ class Answer:
         clock: Callable[[], float],
         *,
         check: Callable[[], None],
-        between: Callable[[], None] = lambda: None,
+        between: Callable[[int], None] = lambda done: None,
     ) -> None:
         self._job = job
         self._clock = clock
@@ -239,7 +239,7 @@ class Answer:
             self._to_read, self._read_yet = total, done
         self._check()
         if done < total:  # behind the last step the logits are needed
-            self._between()
+            self._between(done)
 
     def _report(self, model: Model) -> dict[str, Any]:
         """What the pool did for this answer."""

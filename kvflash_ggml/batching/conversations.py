@@ -62,7 +62,7 @@ class Conversations:
 
     def unused(self, id: str) -> str:
         """Return an identifier for a conversation that begins; "" where another one has gone on from its text."""
-        return "" if self.keeps(id, Access()) else id
+        return "" if id and self.keeps(id, Access()) else id
 
     def describe(self, access: Access) -> list[dict[str, Any]]:
         """Describe all that are known, the one used last at the end. No text."""

@@ -164,7 +164,7 @@ class Scheduler:
     @property
     def reading(self) -> list[tuple[Request, tuple[int, int]]]:
         """Return the requests whose prompts are being read, each with the tokens read and those to read."""
-        known = [(one.job.request, one.answer.reading) for one in self._running.copy()]
+        known = [(one.job.request, one.answer.reading) for one in self._running.copy() if not one.job.behind]
         return [(request, read) for request, read in known if read is not None]
 
     def doing(self, request: Request) -> str:
@@ -342,15 +342,15 @@ class Scheduler:
 
     def _begin(self, job: Job) -> None:
         request, now = job.request, self._clock()
-        if not job.behind:
-            self.behind.forget(request)
         free = [slot for slot in self.slots if slot.request is None]
         # an empty one rather than one whose text somebody may go on with
         slot = max(free, key=lambda slot: (slot.gain(request), slot.conversation is None, -slot.used))
         slot.request, slot.used, self.conversations.slot = request, now, slot
         answer = self._begun.pop(request.id, None)
         if answer is None:
-            answer = Answer(job, self._clock, check=lambda: self._check(job), between=lambda: self._between(job))
+            answer = Answer(
+                job, self._clock, check=lambda: self._check(job), between=lambda done: self._between(job, done)
+            )
             answer.gaps, answer.name = self.gaps, self.conversations.unused(job.behind)
         self._steps.begin()
         slot.model.prompt_rows = self._steps.rows if self._running else None
@@ -376,14 +376,14 @@ class Scheduler:
             logger.exception("the pool could not be dealt anew")
         return True
 
-    def _between(self, job: Job) -> None:
-        """A step of a prompt is done, and more are to come: other answers go on meanwhile. GaveWay."""
+    def _between(self, job: Job, done: int) -> None:
+        """A prompt is read so far, and more steps are to come: other answers go on meanwhile. GaveWay."""
         if job.behind and (len(self.waiting) or self._calls or self._aside):
             raise GaveWay
         (reader,) = (one for one in self._running if one.job is job)
         others = [one for one in self._running if one is not reader]
         if others:
-            began, (done, _) = self._clock(), reader.answer.reading or (0, 0)
+            began = self._clock()
             self._steps.read(done - reader.done, began - (reader.stepped or max(reader.began, reader.answer.started)))
             steps, goes_on = 0, True
             while others and goes_on:
@@ -449,6 +449,8 @@ class Scheduler:
         if one.job.behind:
             self._leave(one)
             return
+        if isinstance(event, Finished):
+            self.behind.forget(one.job.request)  # its own prompt has been read with it
         self.totals.add(usage, reason)
         self._paced += 1
         took = (self._clock() - one.began) / len(self._running)

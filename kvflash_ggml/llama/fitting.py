@@ -85,7 +85,7 @@ def staged(config: KVFlashConfig | None, n_ctx: int) -> int:
 def without_loading(path: str, keywords: dict[str, Any]) -> tuple[Placement, tuple[Device, ...]]:
     """Where a `Llama` with these keywords would go, and the devices. Raises what making it would, and DoesNotFit.
 
-    Where `fit` names a device that is not there, the devices are those that it names, and the placement is an estimate.
+    If `fit` names a device that this machine lacks, only the devices that it names count. The placement is an estimate.
     """
     asked = parameters.read(keywords, parameters.defaults)
     purpose.check_model(Path(path))

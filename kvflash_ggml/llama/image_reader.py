@@ -7,6 +7,7 @@ import hashlib
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,11 @@ class _Part:
 
 
 class Image:
-    """An image of a request. tokens: what stands for it in the prompt, with the marks that its projector wants."""
+    """An image of a request. tokens: what stands for it in the prompt, with the marks that its projector wants. freed:
+    called when its pixels have been let go of.
+    """
+
+    freed: Callable[[], object]
 
     def __init__(self, reader: ImageReader, data: bytes, most: int, told: _Told, parts: list[_Part]) -> None:
         self.tokens = told.tokens
@@ -66,6 +71,7 @@ class Image:
             for rows, part in zip(self._rows, parts, strict=True):
                 encoder.load(rows, part.chunk)
         self._parts = []  # its pixels are of no further use
+        self.freed()
 
 
 class ImageReader:
@@ -101,7 +107,8 @@ class ImageReader:
                 )
             self._held += size
         image = Image(self, data, most, told, parts)
-        weakref.finalize(image, self._let_go, size)
+        weakref.finalize(image, self._let_go, len(data))
+        image.freed = weakref.finalize(image, self._let_go, size - len(data))  # is called once
         return image
 
     def _let_go(self, size: int) -> None:

@@ -70,6 +70,9 @@ class Projector(MTMDChatHandler):
         try:
             super()._init_mtmd_context(llama_model)
         except ValueError as err:
+            if self.mtmd_ctx is not None:  # upstream leaves it behind
+                self._mtmd_cpp.mtmd_free(self.mtmd_ctx)
+                self.mtmd_ctx = None
             raise ConfigError(
                 f"mmproj (--mmproj) {self.clip_model_path} is no projector of images for this model: give the file "
                 f"that was made beside the model's ({err})"

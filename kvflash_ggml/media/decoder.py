@@ -14,8 +14,8 @@ from pathlib import Path
 with contextlib.suppress(ModuleNotFoundError):  # Windows has no limits
     import resource
 
-REFUSED = 3
-"""The exit status for a file that is no image, or has no room."""
+REFUSED, NO_LIBRARY = 3, 4
+"""Exit statuses: for a file that is no image, or has no room; and where there is no decoder."""
 
 
 class _Options(ctypes.Structure):
@@ -32,7 +32,11 @@ class _Made(ctypes.Structure):
 
 def main(library: str, seconds: int, memory: int) -> int:
     """Decode stdin to stdout; the exit status."""
-    data, lib = sys.stdin.buffer.read(), ctypes.CDLL(library)
+    data = sys.stdin.buffer.read()
+    try:
+        lib = ctypes.CDLL(library)
+    except OSError:
+        return NO_LIBRARY
     _limit(seconds, memory)
     decode = lib.mtmd_helper_bitmap_init_from_buf
     decode.restype = _Made
@@ -55,7 +59,7 @@ def _limit(seconds: int, memory: int) -> None:
     """Bound the time of the CPU, and the memory beyond what there is now; open no file, and leave no core dump."""
     if "resource" not in globals():
         return
-    bounds = {resource.RLIMIT_CPU: seconds, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 3}
+    bounds = {resource.RLIMIT_CPU: seconds, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 0}
     with contextlib.suppress(OSError):  # only Linux says how much there is, and keeps to it
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         bounds[resource.RLIMIT_AS] = pages * resource.getpagesize() + memory

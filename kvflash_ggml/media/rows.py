@@ -61,8 +61,8 @@ def are_mutual(rows: Int32s) -> bool:
 class Part:
     """Consecutive rows of one medium. rows: their embeddings, [count, width].
 
-    axes: their positions on each axis of M-RoPE, [4, count], in llama.cpp's order (time, y, x, z), counted from the
-    position of the medium's first row, but z, which is as it is. None where the rows have the positions of tokens.
+    axes: their positions on each axis of M-RoPE, [4, count], in llama.cpp's order (time, y, x, z). Time, y and x count
+    from the position of the medium's first row, z does not. None where the rows have the positions of tokens.
     """
 
     rows: Floats

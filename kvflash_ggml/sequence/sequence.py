@@ -348,7 +348,7 @@ class Sequence:
     # --- its share of the pool
 
     def shrink(self, most: int) -> None:
-        """Let the chunks go that rank lowest, until the text is in `most` blocks or in those that it has to keep.
+        """Evict the chunks that rank lowest until the text has at most `most` blocks. Protected chunks stay.
 
         Between two steps, none of which is prepared. DeviceLost as for `settle`.
         """

@@ -240,6 +240,9 @@ class Engines:
         except asyncio.CancelledError:
             if not self._closing:
                 raise
+        except Exception as err:  # whatever it is, others have their turn
+            logger.exception("%a could not be loaded", model.name)
+            self._fail(_Failed(model, str(err) or type(err).__name__, self._clock()))
         else:
             now = self._clock()
             self._failed.pop(model.name, None)
@@ -258,7 +261,10 @@ class Engines:
     async def _unload(self) -> None:
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
-            await loaded.engine.stop()
+            try:
+                await loaded.engine.stop()
+            except Exception:
+                logger.exception("%a could not be unloaded", loaded.model.name)
 
 
 def _ending() -> ApiError:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -22,6 +23,7 @@ from .app import ANSWERS, guarded
 from .engines import Engine, Engines, Loaded
 from .errors import ApiError
 from .forward import forward
+from .guard import OPEN_PATHS
 from .intake import TAKEN, Intake
 from .run import run
 from .settings import ServerSettings
@@ -34,6 +36,9 @@ LATEST = ":latest"
 
 _OLLAMAS = ("/api/chat", "/api/generate")
 """Where a request for nothing, which is kept for no time, unloads a model."""
+
+_AT_ONCE = (0, "0", "0s", "0m", "0h")
+"""Ollama's clients write a time as seconds, or as a duration."""
 
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
@@ -107,6 +112,9 @@ class Forwarded(Response):
         scope[TAKEN] = True  # the process logs it
         try:
             await forward(scope, send, self._body, port=port)
+        except ApiError:
+            del scope[TAKEN]  # there is none
+            raise
         except ConnectionError as err:  # the answer is left without its end, so that the client sees that
             logger.error("%s", err)
 
@@ -147,7 +155,7 @@ async def _answer(router: Router, request: HttpRequest) -> Response:
     asked = await router.work(request, router.loads, body)
     asked = asked if isinstance(asked, dict) else {}
     model = await router.model(request, asked.get("model"))
-    if request.url.path in _OLLAMAS and asked.get("keep_alive") in (0, "0") and not _says(asked):
+    if request.url.path in _OLLAMAS and asked.get("keep_alive") in _AT_ONCE and not _says(asked):
         router.engines.unload(model.name)
         return JSONResponse({"model": model.name, "response": "", "done": True, "done_reason": "unload"})
     return Forwarded(router, body, model)
@@ -159,6 +167,8 @@ def _says(asked: dict[str, Any]) -> bool:
 
 async def _look(router: Router, request: HttpRequest) -> Response:
     """What asks about the loaded model, or changes its conversations."""
+    if request.url.path in OPEN_PATHS:  # without a key nothing is told, read or handed on
+        raise HTTPException(404)
     loaded, wanted = router.engines.loaded, request.query_params.get("model")
     if loaded is None or (wanted and (await router.model(request, wanted)).name != loaded.model.name):
         message = f"{wanted[:80]!r} is not loaded" if wanted else "no model is loaded"

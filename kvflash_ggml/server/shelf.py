@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -54,7 +55,10 @@ def models(folder: Path) -> dict[str, Shelved]:
     found = {one.name: one for path in entries if (one := _shelved(path)) is not None}
     for inner in entries:
         if not inner.name.startswith(".") and inner.is_dir():
-            several = [one for path in sorted(inner.iterdir()) if (one := _shelved(path)) is not None]
+            try:
+                several = [one for path in sorted(inner.iterdir()) if (one := _shelved(path)) is not None]
+            except OSError:  # as lost+found
+                continue
             alone = len(several) == 1 and inner.name not in found and _written(inner.name)
             for one in several:
                 name = inner.name if alone else f"{inner.name}/{one.name}"
@@ -68,9 +72,14 @@ def _shelved(path: Path) -> Shelved | None:
     if part is not None:
         name = part[1]
     hidden = path.name.startswith((".", "mmproj")) or (part is not None and int(part[2]) != 1)
-    if path.suffix != ".gguf" or hidden or not _written(name) or not path.is_file():
+    if path.suffix != ".gguf" or hidden or not _written(name):
         return None
-    told = path.stat()
+    try:
+        told = path.stat()
+    except OSError:
+        return None
+    if not stat.S_ISREG(told.st_mode):
+        return None
     one = Shelved(name=name, path=path, size=told.st_size, changed=told.st_mtime_ns)
     return one if _reads_alone(one) else None
 

@@ -159,9 +159,15 @@ def _os_errors() -> Iterator[None]:
         raise OSError(f"{type(err).__name__}: {err}") from err
 
 
+_TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "created", "creation_time")
+"""What file systems of `fsspec` call the time at which an object was written."""
+
+
 def _modified(info: dict[str, Any]) -> float:
-    """When an object was written. File systems of `fsspec` have several names and types for it."""
-    when = next((info[key] for key in ("LastModified", "mtime", "modified", "created", "updated") if key in info), 0.0)
+    """When an object was written. OSError if the file system does not say: `prune` would take it for old."""
+    when = next((info[key] for key in _TIMES if info.get(key) is not None), None)
+    if when is None:
+        raise OSError(f"{info.get('name')}: this file system does not say when an object was written")
     return float(when.timestamp() if hasattr(when, "timestamp") else when)
 
 

@@ -412,6 +412,10 @@ class SharedTexts:
             raise SnapshotError(f"{name} is damaged: {len(data)} bytes that do not match its name")
         return data
 
+    def forget(self, head: Head) -> None:
+        """Delete a state of which a block is gone or damaged. OSError."""
+        self._objects.delete(head.name)
+
     def erase(self, begin: str, id: str) -> None:
         """Forget a conversation. Its blocks go with the next `prune`. OSError."""
         for one in self._objects.list(f"heads/{begin}"):

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,9 @@ TRY_AGAIN = 1.25
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a search brings: the ids of all conversations that begin so, and the one that is taken over, in a file."""
+    """What a search brings: ids that were in the store and are no more, and the text that is taken over, in a file."""
 
-    ids: Collection[str]
+    gone: Collection[str]
     head: Head | None = None
     path: Path | None = None
 
@@ -122,12 +122,16 @@ class SharedSwapStore(SwapStore):
     def _finish(self, conversation: Conversation) -> None:
         """Wait until a conversation is written as it was offered last."""
         while conversation in self._writing:
-            future, swapped = self._writing[conversation]
-            self._note(conversation, future)
-            swapped.release()
-            del self._writing[conversation]
-            if conversation in self._next:
-                self.offer(conversation, self._next.pop(conversation))
+            self._settle(conversation)
+
+    def _settle(self, conversation: Conversation) -> None:
+        """Wait for the write that is under way, and begin the next one."""
+        future, swapped = self._writing[conversation]
+        self._note(conversation, future)
+        swapped.release()
+        del self._writing[conversation]
+        if conversation in self._next:
+            self.offer(conversation, self._next.pop(conversation))
 
     def _note(self, conversation: Conversation, future: Future[Head]) -> bool:
         """Wait until a state is written, and note what became of it; False if it could not be."""
@@ -195,13 +199,14 @@ class SharedSwapStore(SwapStore):
     def _seek(self, tokens: Int32s, salt: str, known: int, numbers: dict[str, float]) -> _Found:
         shared, refused = self._shared, self._refused
         head, ids = shared.search(tokens, salt=salt, known=known, numbers=numbers, refused=refused)
+        gone = {id for id, number in numbers.items() if 0 < number < float("inf")} - set(ids)
         if head is None:
-            return _Found(ids)
+            return _Found(gone)
         if shared.rate is not None and self.read_rate is not None:
             reading = (usable(head.tokens, head.places, tokens) - known) / self.read_rate
             if head.size / shared.rate > max(LEAST_S, reading):
                 shared.rate *= TRY_AGAIN
-                return _Found(ids)
+                return _Found(gone)
         path = self._new_path()
         try:
             shared.fetch(head, path)
@@ -211,14 +216,16 @@ class SharedSwapStore(SwapStore):
                 raise
             refused.add(head.name)
             logger.warning("a conversation of the store is left alone: %s", err)
-            return _Found(ids)
-        return _Found(ids, head, path)
+            with suppress(OSError):
+                shared.forget(head)  # whoever goes on with it writes all of its blocks again
+            return _Found(gone)
+        return _Found(gone, head, path)
 
     def collect(self) -> bool:
         """Take note of what was written and found. Returns whether a search has ended."""
         for conversation, (written, _) in list(self._writing.items()):
             if written.done():
-                self._finish(conversation)
+                self._settle(conversation)
         ended = False
         for key, (tokens, future) in list(self._searches.items()):
             if not future.done():
@@ -230,7 +237,7 @@ class SharedSwapStore(SwapStore):
             except Exception as err:  # as in `_note`
                 self._rest(err)
                 continue
-            self._forget_erased(tokens, key[0], found.ids)
+            self._forget_erased(tokens, key[0], found.gone)
             if found.head is not None and found.path is not None:
                 self._take_over(found.head, found.path)
         return ended
@@ -302,24 +309,27 @@ class SharedSwapStore(SwapStore):
             self._refused.add(conversation.head.name)
 
     def delete_file(self, conversation: Conversation) -> None:
-        """Erase a conversation from the store."""
+        """Erase a conversation from the store. KVFlashError if it is there still."""
         self._finish(conversation)
-        head, conversation.head = conversation.head, None
+        head = conversation.head
         if head is not None:
             try:
                 self._shared.erase(head.begin, head.id)
             except OSError as err:
                 self._rest(err)
+                raise KVFlashError(f"{conversation.id} could not be erased from the store: {err}") from err
+            conversation.head = None
 
-    def _forget_erased(self, tokens: Int32s, salt: str, ids: Collection[str]) -> None:
+    def _forget_erased(self, tokens: Int32s, salt: str, gone: Collection[str]) -> None:
         """Drop what the store does not have any more, of what begins as `tokens`: somebody has erased it."""
         for one in list(self._texts.alike(tokens, salt=salt)):
-            if self._is_written(one) and one.head is not None and one.head.id not in ids and one is not self._held:
+            if self._is_written(one) and one.head is not None and one.head.id in gone and one is not self._held:
                 self.drop(one)
 
     def close(self) -> None:
         for conversation in list(self._writing):
             self._finish(conversation)
+        self._rests_until = None  # it is the last chance
         super().close()
         self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown()

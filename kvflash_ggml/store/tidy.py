@@ -87,18 +87,33 @@ def survey(objects: Objects) -> list[Texts]:
             texts.left.append(one)
     numbers = dict[tuple[str, str, str], int]()
     for key, one in newest.items():
-        numbers[key] = int(one.name.rpartition("~")[2])
-        try:
-            head = decode(one.name.removeprefix(f"{key[0]}/"), objects.get(one.name))
-            found[key[0]].states.append(State(one, head))
-        except FileNotFoundError:
-            continue
-        except SnapshotError as err:
-            found[key[0]].states.append(State(one, None, str(err)))
+        state = _state(objects, one, *key)
+        if state is not None:
+            found[key[0]].states.append(state)
+            numbers[key] = int(state.object.name.rpartition("~")[2])
     for key, number, one in marks:
         if numbers.get(key, 0) != number:
             found[key[0]].left.append(one)
     return list(found.values())
+
+
+def _state(objects: Objects, one: Listed, model: str, begin: str, id: str) -> State | None:
+    """Read the head of a conversation, or the one that has taken its place since; None if it was erased. OSError."""
+    while True:
+        try:
+            return State(one, decode(one.name.removeprefix(f"{model}/"), objects.get(one.name)))
+        except SnapshotError as err:
+            return State(one, None, str(err))
+        except FileNotFoundError:
+            heads = [
+                other
+                for other in objects.list(f"{model}/heads/{begin}")
+                if (name := parse_name(other.name.removeprefix(f"{model}/"))) is not None
+                and (name.id, name.marks) == (id, None)
+            ]
+            if not heads:
+                return None
+            one = max(heads, key=lambda other: other.name)
 
 
 def problems(objects: Objects, texts: Texts) -> Iterator[str]:
