@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from kvflash_ggml.errors import ConfigError
-from kvflash_ggml.media import images
+from kvflash_ggml.errors import ConfigError, KVFlashError
+from kvflash_ggml.media import decoder, images
 
 
 def decode(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str, *, most: int = 100) -> images.Pixels:
@@ -69,3 +72,23 @@ def test_one_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_pat
     if number.exists():  # a slow machine ends it before it begins
         with pytest.raises(ProcessLookupError):
             os.kill(int(number.read_text()), 0)
+
+
+def test_a_decoder_that_is_not_there_is_no_damaged_image(tmp_path: Path) -> None:
+    with pytest.raises(KVFlashError, match="cannot be loaded by a process of its own"):
+        images.decode(b"image", tmp_path / "libmtmd.so")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps to the bounds")
+def test_a_decoder_that_was_taken_over_opens_nothing() -> None:
+    program = f"""
+import os, runpy
+runpy.run_path({str(Path(decoder.__file__))!r})["_limit"](5, 1 << 30)
+os.close(0)
+try:
+    os.open("/proc/self/environ", os.O_RDONLY)
+except OSError as err:
+    print(err.errno)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(errno.EMFILE)

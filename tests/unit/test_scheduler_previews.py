@@ -260,3 +260,14 @@ def test_it_looks_after_each_step_for_who_was_put_aside_and_ends_beside_them(mak
     stalled[0] = False
     scheduler.wake()
     assert isinstance(slow.wait(), Finished)
+
+
+def test_a_next_turn_that_is_cancelled_does_not_end_the_reading(make: Make) -> None:
+    scheduler, later = make(), list[Any]()
+    model, turn = model_of(scheduler), [*text(), *text(400, 1)]
+    model.at[11] = lambda: later.append(ask(scheduler, turn, 20, reading="preview"))
+    model.at[13] = lambda: scheduler.cancel(later[0].request.id)
+    _, begun = preview(scheduler, text())
+    until(lambda: bool(later))
+    assert isinstance(later[0].wait(), Failed)
+    until(lambda: known(scheduler).get(begun.conversation) == LENGTH)

@@ -37,6 +37,7 @@ class Fake:
 
     told: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
+    odd: set[str] = field(default_factory=set)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     time: float = 0.0
     took: float = 0.0
@@ -53,6 +54,8 @@ class Fake:
             raise
         if name in self.broken:
             raise EngineError("it is no model")
+        if name in self.odd:
+            raise ValueError("it says nothing that can be read")
         self.time += self.took
 
         class Running:
@@ -208,6 +211,17 @@ def test_a_model_that_cannot_be_loaded_is_not_tried_at_once_again() -> None:
     on_engines(test)
 
 
+def test_an_odd_failure_costs_one_model_only() -> None:
+    async def test(fake: Fake, engines: Engines) -> None:
+        fake.odd.add("b")
+        with pytest.raises(ApiError, match="'b' could not be loaded: it says nothing"):
+            await Visit(engines, B).end()
+        await Visit(engines, A).end()
+        assert engines.status("a") == {"value": "loaded"}
+
+    on_engines(test)
+
+
 def test_an_idle_model_is_unloaded() -> None:
     async def test(fake: Fake, engines: Engines) -> None:
         visit = Visit(engines, A)
@@ -332,6 +346,20 @@ def test_names_of_a_folder(tmp_path: Path) -> None:
     assert sorted(found) == ["B c", "a", "a/z", "big", "one", "split", "two/x", "two/y"]
     assert found["big"].path.name == "big-00001-of-00002.gguf"
     assert shelf.head(found["a"]).facts == {}
+
+
+def test_a_folder_that_cannot_be_read_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "a.gguf").touch()
+    whole = Path.iterdir
+
+    def iterdir(path: Path) -> Any:
+        if path.name == "lost+found":
+            raise PermissionError(13, "Permission denied")
+        return whole(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert set(shelf.models(tmp_path)) == {"a"}
 
 
 def test_drafters_are_no_models() -> None:

@@ -17,9 +17,9 @@ from support.served import answer, ask
 
 from kvflash_ggml.batching.messages import Finished
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
-from kvflash_ggml.errors import ConfigError, SnapshotError
+from kvflash_ggml.errors import ConfigError, KVFlashError, SnapshotError
 from kvflash_ggml.store import shared as shared_module
-from kvflash_ggml.store.objects import FolderObjects, Objects, open_objects
+from kvflash_ggml.store.objects import FolderObjects, Objects, _modified, open_objects
 from kvflash_ggml.store.shared import (
     ANNOUNCED_S,
     Draft,
@@ -266,8 +266,10 @@ def test_erased_everywhere(server: Callable[..., Scheduler]) -> None:
     (id,) = [one.id for one in other.swapped]
     from kvflash_ggml.batching.messages import Access
 
+    one.call(lambda: one.slot.swap_out()).result(10)
     assert other.call(lambda: other.conversations.erase(id, Access())).result(10)
     assert answer(server(), [*tokens, 65], 20).usage.cached == 0
+    assert answer(one, [*tokens, 65], 20).usage.cached == 0
 
 
 def test_the_faster_of_both(server: Callable[..., Scheduler]) -> None:
@@ -417,3 +419,64 @@ def test_the_answer_of_a_long_prompt_is_waited_for_too(server: Callable[..., Sch
     written(one, 2)
     written(other, 1)
     assert (one.swapped.counts.copied, other.swapped.counts.copied) == (0, 0)
+
+
+def test_nobody_waits_for_a_second_write(server: Callable[..., Scheduler]) -> None:
+    """A long prompt is still being written when its answer ends: then that is written, and the server goes on."""
+    first, second, writes = threading.Event(), threading.Event(), list[str]()
+
+    def before(what: str, name: str) -> None:
+        if what == "put" and name.startswith("blocks/"):
+            writes.append(name)
+            assert (first if len(writes) == 1 else second).wait(60)
+
+    one = server(MemoryObjects(before))
+    answer(one, np.tile(TEXT, 2)[:1100], 20)
+    first.set()
+    for _ in range(500):
+        if len(writes) == 2:
+            break
+        threading.Event().wait(0.01)
+    assert one.call(lambda: len(writes)).result(10) == 2
+    second.set()
+    written(one, 2)
+
+
+def test_an_erase_that_fails_is_told(server: Callable[..., Scheduler]) -> None:
+    from kvflash_ggml.batching.messages import Access
+
+    objects = MemoryObjects()
+    one = server(objects)
+    answer(one, TEXT, 20)
+    written(one, 1)
+    assert one.slot.conversation is not None
+    id = one.slot.conversation.id
+
+    def away(what: str, name: str) -> None:
+        raise OSError("no route to host")
+
+    objects.before = away
+    with pytest.raises(KVFlashError, match="could not be erased from the store: no route to host"):
+        one.call(lambda: one.conversations.erase(id, Access())).result(10)
+    objects.before = lambda what, name: None
+
+
+def test_a_store_without_times_is_refused() -> None:
+    assert _modified({"creation_time": 12.0, "mtime": None}) == 12
+    with pytest.raises(OSError, match="does not say when"):
+        _modified({"name": "a", "size": 1})
+
+
+def test_a_block_that_was_damaged_is_written_again(tmp_path: Path, server: Callable[..., Scheduler]) -> None:
+    """Another server has met it. The one that has the text writes all of it with its next turn."""
+    one = server()
+    end = answer(one, TEXT, 20)
+    written(one, 1)
+    (block,) = (tmp_path / "store" / "blocks").iterdir()
+    block.write_bytes(b"half")
+    tokens = [*TEXT.tolist(), *end.tokens]
+    assert answer(server(), [*tokens, 65], 20).usage.cached == 0
+    again = answer(one, [*tokens, 66], 20)
+    written(one, 2)
+    third = answer(server(), [*tokens, 66, *again.tokens, 67], 20)
+    assert third.usage.cached == len(tokens) + 1 + len(again.tokens)
