@@ -467,16 +467,26 @@ def test_a_store_without_times_is_refused() -> None:
         _modified({"name": "a", "size": 1})
 
 
-def test_a_block_that_was_damaged_is_written_again(tmp_path: Path, server: Callable[..., Scheduler]) -> None:
-    """Another server has met it. The one that has the text writes all of it with its next turn."""
+def test_a_block_that_was_damaged_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another server has met it, and the one that has the text writes all of it with its next turn."""
+    monkeypatch.setattr(shared_module, "BLOCK", 256)
+    objects = MemoryObjects()
+    texts = SharedTexts(objects)
+    base = publish(texts, tmp_path / "out", TEXT)
+    objects.put(f"blocks/{base.blocks[0]}", b"half")
+    with pytest.raises(SnapshotError, match="is damaged: 4 bytes"):
+        texts.fetch(base, tmp_path / "in")
+    texts.forget(base)
+    texts.fetch(publish(texts, tmp_path / "out", [*TEXT, 1], base=base), tmp_path / "in")
+    assert (tmp_path / "in").read_bytes() == (tmp_path / "out").read_bytes()
+
+
+def test_what_is_damaged_is_no_state_any_more(tmp_path: Path, server: Callable[..., Scheduler]) -> None:
     one = server()
     end = answer(one, TEXT, 20)
     written(one, 1)
-    (block,) = (tmp_path / "store" / "blocks").iterdir()
-    block.write_bytes(b"half")
-    tokens = [*TEXT.tolist(), *end.tokens]
-    assert answer(server(), [*tokens, 65], 20).usage.cached == 0
-    again = answer(one, [*tokens, 66], 20)
-    written(one, 2)
-    third = answer(server(), [*tokens, 66, *again.tokens, 67], 20)
-    assert third.usage.cached == len(tokens) + 1 + len(again.tokens)
+    (head,) = (tmp_path / "store" / "heads").rglob("*~00000001")
+    for block in (tmp_path / "store" / "blocks").iterdir():
+        block.write_bytes(b"half")
+    assert answer(server(), [*TEXT.tolist(), *end.tokens, 65], 20).usage.cached == 0
+    assert not head.exists()
