@@ -163,8 +163,8 @@ class Scheduler:
 
     @property
     def reading(self) -> list[tuple[Request, tuple[int, int]]]:
-        """Return the requests whose prompts are being read, each with the tokens read and those to read."""
-        known = [(one.job.request, one.answer.reading) for one in self._running.copy() if not one.job.behind]
+        """Return the requests whose prompts are being read, behind a preview too: tokens read, and those to read."""
+        known = [(one.job.request, one.answer.reading) for one in self._running.copy()]
         return [(request, read) for request, read in known if read is not None]
 
     def doing(self, request: Request) -> str:
