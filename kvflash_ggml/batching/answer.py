@@ -187,10 +187,14 @@ class Answer:
         )
 
     def _part_of(self, request: Request, slot: Slot) -> Request:
-        """What a preview reads in the place of a prompt: a text that nobody goes on from. Else the prompt as usual."""
+        """Return what a preview reads in place of a prompt: a text that no request continues. Else the prompt as usual.
+
+        The client is told the conversation that the prompt continues, which gets the whole prompt later.
+        """
         tokens = slot.preview(request) if self._paused is None else None
         if tokens is None:
             return replace(request, reading=None)
+        self.name = slot.continues(request)
         self.preview = Preview(read=len(tokens), prompt=len(request.tokens))
         return replace(request, tokens=tokens, reading=None, reuse=False)
 

@@ -61,7 +61,7 @@ class Conversations:
         return held or self._swapped(id, access) is not None
 
     def unused(self, id: str) -> str:
-        """Return an identifier for a conversation that begins; "" where another one has gone on from its text."""
+        """Return the identifier for a conversation that begins; "" where a conversation has it already."""
         return "" if id and self.keeps(id, Access()) else id
 
     def describe(self, access: Access) -> list[dict[str, Any]]:

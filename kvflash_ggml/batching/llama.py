@@ -124,12 +124,7 @@ class LlamaModel:
     def step_rows(self) -> int:
         return min(MAX_ROWS, len(self._sequence.engine.token))
 
-    @property
-    def prompt_rows(self) -> int | None:
-        return self._sequence.n_ubatch
-
-    @prompt_rows.setter
-    def prompt_rows(self, rows: int | None) -> None:
+    def limit_prompt_steps(self, rows: int | None) -> None:
         text = self._sequence
         if not (text.config.deterministic or text.config.deterministic_batch):
             text.n_ubatch = min(text.pool.n_ubatch, rows or text.pool.n_ubatch)

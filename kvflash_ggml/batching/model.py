@@ -113,12 +113,14 @@ class Model(Protocol):
     """One text of a model, and others that can take its place. A model can have several texts at hand: `beside`.
 
     All calls are made on one thread. `generate` is read to its end, or closed, before the next call.
-
-    prompt_rows: tokens of the next steps of a prompt, at most; None for as many as fit. What must not depend on other
-    texts keeps the size of its steps.
     """
 
-    prompt_rows: int | None
+    def limit_prompt_steps(self, rows: int | None) -> None:
+        """Let the next steps of a prompt have so many tokens at most; None for as many as fit.
+
+        A text that must not depend on other texts keeps the size of its steps.
+        """
+        ...
 
     @property
     def beside(self) -> Sequence[Model]:

@@ -353,7 +353,7 @@ class Scheduler:
             )
             answer.gaps, answer.name = self.gaps, self.conversations.unused(job.behind)
         self._steps.begin()
-        slot.model.prompt_rows = self._steps.rows if self._running else None
+        slot.model.limit_prompt_steps(self._steps.rows if self._running else None)
         beside = [one.slot for one in self._running if one.pending is None]  # nothing of their texts is under way
         running = _Running(job, answer, slot, now, answer.make(slot, beside))
         self._running.append(running)
@@ -392,7 +392,7 @@ class Scheduler:
                 others = [one for one in others if one in self._running]
                 goes_on = self._steps.goes_on(steps, reader.stepped - began)
             reader.done = done
-        reader.slot.model.prompt_rows = self._steps.rows if others else None
+        reader.slot.model.limit_prompt_steps(self._steps.rows if others else None)
 
     def _round(self, answers: Sequence[_Running]) -> None:
         """Compute a step of each of these answers, and draw what follows from it: a token, or more with drafts."""

@@ -163,6 +163,16 @@ class Slot:
         known = max(self._live(request)[0], length) if request.reuse else 0
         return self.model.preview(request, known)
 
+    def continues(self, request: Request) -> str:
+        """Return the identifier of the conversation that a prompt continues; "" for none."""
+        if self._live(request)[1] and self.conversation is not None:
+            return self.conversation.id
+        found, _ = self._store.find(request.tokens, salt=request.salt, name=request.conversation)
+        if found is None or not request.reuse:
+            return ""
+        shared = common_prefix(found.tokens, request.tokens)
+        return found.id if _goes_on(shared, found.prompt, len(found.tokens)) else ""
+
     def branch(self, request: Request) -> int | None:
         """See `branch_of`, among the texts that were put aside."""
         return branch_of(self.model, request, lambda: self._store.known(request.tokens, salt=request.salt))

@@ -112,6 +112,9 @@ class FakeModel:
             named = {name: getattr(self, name) for name in ("n_ctx", "stateful", "reply", "on_step", "most")}
             self.beside = [FakeModel(**named, first=self) for _ in range(1, self.parallel)]
 
+    def limit_prompt_steps(self, rows: int | None) -> None:
+        self.prompt_rows = rows
+
     def compute(self, steps: Sequence[Any]) -> None:
         self.together.append([step.model for step in steps])
         for step in steps:

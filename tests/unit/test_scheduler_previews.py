@@ -110,12 +110,25 @@ def test_a_short_prompt_is_read_as_usual(make: Make) -> None:
 def test_the_text_before_stays_and_is_gone_on_from(make: Make) -> None:
     scheduler = make()
     first = answer(scheduler, text(300), 20)
+    (id,) = known(scheduler)
     whole = [*text(300), *first.tokens, *text(LENGTH, 1)]
     end, begun = preview(scheduler, whole)
     assert end.usage.preview == Preview(read=STEP, prompt=len(whole))
-    read_behind(scheduler, begun.conversation, len(whole))
+    assert begun.conversation == id
+    read_behind(scheduler, id, len(whole))
     assert model_of(scheduler).read_tokens == 300 + STEP + LENGTH
-    assert list(known(scheduler)) == [begun.conversation]
+    assert list(known(scheduler)) == [id]
+
+
+def test_a_preview_that_leaves_a_text_is_a_conversation_of_its_own(make: Make) -> None:
+    scheduler = make()
+    answer(scheduler, text(300), 20)
+    (id,) = known(scheduler)
+    whole = [*text(280), *text(LENGTH, 1)]
+    _, begun = preview(scheduler, whole)
+    assert begun.conversation != id
+    read_behind(scheduler, begun.conversation, len(whole))
+    assert known(scheduler).keys() == {id, begun.conversation}
 
 
 def test_who_waits_comes_first_and_no_step_is_lost(make: Make) -> None:
