@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -200,8 +201,8 @@ def _served(url: str, key: str) -> Served:
     try:
         with urllib.request.urlopen(request, timeout=_SECONDS) as reply:
             entries = json.load(reply)["data"]
-            # of several models the one that is loaded, or else the first, with the length that its file tells
-            entry = next((one for one in entries if "n_ctx" in one["meta"]), None) or entries[0]
+            # of several models the loaded one, else the first: with the context it will have, or was trained for
+            entry = next((one for one in entries if _is_loaded(one)), entries[0])
             meta = entry["meta"]
             return Served(url=url, key=key, model=entry["id"], n_ctx=meta.get("n_ctx") or meta["n_ctx_train"])
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as err:
@@ -211,6 +212,10 @@ def _served(url: str, key: str) -> Served:
             f"no server of kvflash_ggml answers at {url} ({err}): start one with kvflash-run serve MODEL, name it with "
             f"--url, its key with --api-key, or give --model"
         ) from err
+
+
+def _is_loaded(entry: dict[str, Any]) -> bool:
+    return "n_ctx" in entry["meta"] and entry.get("status", {}).get("value", "loaded") == "loaded"
 
 
 def _run(line: list[str], environment: dict[str, str]) -> int:

@@ -214,7 +214,10 @@ def serve(
     """
     model = _model_of(ctx, path, server)
     if server.models_dir is not None and loading.mmproj is not None:
-        raise click.UsageError("--mmproj is of one model, and --models-dir serves several: leave out one of them")
+        raise click.UsageError(
+            "--mmproj is of one model, and --models-dir serves several: put the projector beside its model, as "
+            "mmproj-MODEL.gguf"
+        )
     named = ctx.get_parameter_source("sleep_idle_seconds") is click.core.ParameterSource.COMMANDLINE
     if server.models_dir is None and named:
         raise click.UsageError("--sleep-idle-seconds unloads one of several models: add --models-dir, or leave it out")

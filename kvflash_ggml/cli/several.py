@@ -41,23 +41,32 @@ def serve_folder(job: Job, folder: Path, sock: socket.socket, *, idle_s: float |
         raise click.ClickException(f"{folder} has no model: put .gguf files into it, or a folder for each split one")
     if not job.log.quiet:
         log_requests(requestlog.NAME, job.log)
+    processes: list[asyncio.subprocess.Process] = []
     with _sessions(job) as sessions:
 
         async def start(model: Shelved) -> Process:
+            loading = replace(job.loading, mmproj=model.projector)
             settings = replace(
                 job.settings, alias=model.name, host="127.0.0.1", port=0, cors=(), ssl_key_file=None,
                 ssl_cert_file=None, api_prefix="",
                 session_dir=None if sessions is None else sessions / quote(model.name, safe=""),
             )  # fmt: skip
-            return await Process.start(replace(job, settings=settings), model.path)
+            return await Process.start(replace(job, settings=settings, loading=loading), model.path, processes)
+
+        def abandon() -> None:
+            for process in processes:
+                if process.returncode is None:
+                    process.kill()
 
         router.serve(
             folder,
             job.settings,
             sock,
             start,
+            n_ctx=job.loading.ctx_size,
             idle_s=idle_s,
             ready=lambda address: note(f"serving {len(models)} model{'s' * (len(models) != 1)} at {address}"),
+            abandon=abandon,
         )
 
 
@@ -85,14 +94,15 @@ class Process:
     _patience_s: float
 
     @classmethod
-    async def start(cls, job: Job, path: Path) -> Process:
-        """Load a model in a new process. EngineError if that fails. Cancelled, the process is killed."""
+    async def start(cls, job: Job, path: Path, processes: list[asyncio.subprocess.Process]) -> Process:
+        """Load a model in a new process, which `processes` gets. EngineError if that fails. Cancelled, it is killed."""
         from ..server.engines import EngineError
 
         # in a session of its own, so that Ctrl-C reaches this process alone, which tells that one
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", _CHILD.format(path=sys.path), stdin=-1, stdout=-1, start_new_session=True
         )
+        processes[:] = [process]  # one is loaded at a time
         assert process.stdin is not None
         assert process.stdout is not None
         try:

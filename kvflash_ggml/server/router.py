@@ -24,7 +24,7 @@ from .engines import Engine, Engines, Loaded
 from .errors import ApiError
 from .forward import forward
 from .guard import OPEN_PATHS
-from .intake import TAKEN, Intake
+from .intake import KEY, TAKEN, Intake
 from .run import run
 from .settings import ServerSettings
 from .shelf import Shelved
@@ -44,12 +44,16 @@ _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 
 class Router(Intake):
-    """folder: of the models, which is read again for each list."""
+    """Serves the models of a folder, which is read again for each list.
 
-    def __init__(self, folder: Path, settings: ServerSettings, engines: Engines) -> None:
+    n_ctx: tokens of the context that each model is loaded with; 0 for the length it was trained for.
+    """
+
+    def __init__(self, folder: Path, settings: ServerSettings, engines: Engines, n_ctx: int = 0) -> None:
         super().__init__(settings)
         self.folder = folder
         self.engines = engines
+        self.n_ctx = n_ctx
 
     async def models(self, http: HttpRequest) -> dict[str, Shelved]:
         """The models by name, in their order."""
@@ -170,6 +174,8 @@ async def _look(router: Router, request: HttpRequest) -> Response:
     if request.url.path in OPEN_PATHS:  # without a key nothing is told, read or handed on
         raise HTTPException(404)
     loaded, wanted = router.engines.loaded, request.query_params.get("model")
+    if router.settings.keys and not request.scope.get(KEY):  # public metrics: no name is looked up, or told
+        wanted = None
     if loaded is None or (wanted and (await router.model(request, wanted)).name != loaded.model.name):
         message = f"{wanted[:80]!r} is not loaded" if wanted else "no model is loaded"
         raise ApiError(503, f"{message}: ask it something, or POST its name to /models/load", code="not_loaded")
@@ -203,7 +209,8 @@ async def _list(router: Router, request: HttpRequest) -> Response:
     entries = []
     for name, model in (await router.models(request)).items():
         head, loaded = await router.head(request, model), _now(router, name)
-        meta = {**head.facts, "n_ctx_train": head.n_ctx, **({"n_ctx": loaded.engine.n_ctx} if loaded else {})}
+        n_ctx = router.n_ctx if loaded is None else loaded.engine.n_ctx
+        meta = {**head.facts, "n_ctx_train": head.n_ctx, **({"n_ctx": n_ctx} if n_ctx else {})}
         status = router.engines.status(name)
         entries.append(about.entry(name, model.changed // 1_000_000_000, meta, status=status))
     return about.listed(request, entries)
@@ -240,7 +247,7 @@ async def _ps(router: Router, request: HttpRequest) -> Response:
 async def _show(router: Router, request: HttpRequest) -> Response:
     model = await _named(router, request)
     head, loaded = await router.head(request, model), _now(router, model.name)
-    n_ctx = head.n_ctx if loaded is None else loaded.engine.n_ctx
+    n_ctx = router.n_ctx or head.n_ctx if loaded is None else loaded.engine.n_ctx
     entry = await _tag(router, request, model)
     able = {"insert": head.fills}
     return JSONResponse(ollama.shown(entry, head.facts, template=head.template, n_ctx=n_ctx, able=able))
@@ -255,24 +262,26 @@ def serve(
     sock: socket.socket,
     start: Callable[[Shelved], Awaitable[Engine]],
     *,
+    n_ctx: int,
     idle_s: float | None,
     ready: Callable[[str], None],
+    abandon: Callable[[], None],
 ) -> None:
     """Serve the models of a folder until SIGTERM or SIGINT. The loaded one ends its answers and is unloaded then.
 
-    sock: of `listen`. start: loads a model. idle_s: see `Engines`. ready: called with the address.
+    sock: of `listen`. start: loads a model. n_ctx: see `Router`. idle_s: see `Engines`. ready, abandon: see `run`.
     """
 
     async def whole() -> None:
         engines = Engines(start, most=settings.max_queue, wait_s=settings.queue_timeout_s, idle_s=idle_s)
-        router = Router(folder, settings, engines)
+        router = Router(folder, settings, engines, n_ctx)
 
         async def drain() -> None:
             router.draining = True
             await engines.close()
 
         try:
-            await run(make_router(router), settings, sock, ready=ready, drain=drain)
+            await run(make_router(router), settings, sock, ready=ready, drain=drain, abandon=abandon)
         finally:
             await engines.close()
             router.close()

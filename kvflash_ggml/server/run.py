@@ -149,10 +149,11 @@ async def run(
     ready: Callable[[str], None],
     drain: Callable[[], Awaitable[None]],
     until: BinaryIO | None = None,
+    abandon: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve an application until a signal, or the end of the stream `until`; then until `drain` returns.
 
-    ready: called with the address once requests are taken. A second signal ends the process.
+    ready: called with the address once requests are taken. A second signal calls `abandon` and ends the process.
     """
     config = uvicorn.Config(
         app,
@@ -183,6 +184,7 @@ async def run(
 
     def signalled() -> None:
         if signals:
+            abandon()
             os._exit(130)
         signals.append(True)
         stop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -21,13 +21,14 @@ _PART = re.compile(r"(.+)-([0-9]{5})-of-[0-9]{5}")
 class Shelved:
     """A model of a folder. name: as requests call it. path: its first file. size: of that, in bytes.
 
-    changed: when the file was written, in ns.
+    changed: when the file was written, in ns. projector: of its images; None for a model that reads text only.
     """
 
     name: str
     path: Path
     size: int
     changed: int
+    projector: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,21 +50,24 @@ def models(folder: Path) -> dict[str, Shelved]:
     """The models in a folder, by name: of a file its stem, of a folder with one model the folder's name.
 
     A folder with several has them as folder/stem. Parts of a split model are one. Projectors, drafters and hidden files
-    are none, and neither is a name that is no Unicode text. OSError for a folder that cannot be read.
+    are none, and neither is a name that is no Unicode text. A model's projector is mmproj-STEM.gguf beside it, or any
+    mmproj*.gguf where the model has a folder of its own. OSError for a folder that cannot be read.
     """
     entries = sorted(folder.iterdir())
     found = {one.name: one for path in entries if (one := _shelved(path)) is not None}
     for inner in entries:
         if not inner.name.startswith(".") and inner.is_dir():
             try:
-                several = [one for path in sorted(inner.iterdir()) if (one := _shelved(path)) is not None]
+                inside = sorted(inner.iterdir())
             except OSError:  # as lost+found
                 continue
+            several = [one for path in inside if (one := _shelved(path)) is not None]
+            projector = next((path for path in inside if path.match("mmproj*.gguf")), None)
             alone = len(several) == 1 and inner.name not in found and _written(inner.name)
             for one in several:
                 name = inner.name if alone else f"{inner.name}/{one.name}"
                 if _written(name):
-                    found[name] = Shelved(name=name, path=one.path, size=one.size, changed=one.changed)
+                    found[name] = replace(one, name=name, projector=one.projector or (projector if alone else None))
     return found
 
 
@@ -80,7 +84,9 @@ def _shelved(path: Path) -> Shelved | None:
         return None
     if not stat.S_ISREG(told.st_mode):
         return None
-    one = Shelved(name=name, path=path, size=told.st_size, changed=told.st_mtime_ns)
+    beside = path.with_name(f"mmproj-{name}.gguf")
+    projector = beside if beside.is_file() else None
+    one = Shelved(name=name, path=path, size=told.st_size, changed=told.st_mtime_ns, projector=projector)
     return one if _reads_alone(one) else None
 
 

@@ -151,6 +151,18 @@ def test_a_server_that_is_killed_leaves_no_process(served: Served, sessions: Pat
     assert list((sessions / "one" / "parked").glob("*.kvs")), "it has stored what it had"
 
 
+def test_a_second_interrupt_leaves_no_process(served: Served, sessions: Path) -> None:
+    frames = served.frames("/v1/completions", asked("one", 0, 300, max_tokens=7000, stream=True))
+    next(frames)
+    (child,) = children(served)
+    for _ in range(2):
+        served.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    assert served.process.wait(60) == 130
+    assert ends(child)
+    assert not list(sessions.rglob("*.kvs")), "it was killed, and stored nothing"
+
+
 def test_a_process_that_is_killed_is_started_again(served: Served) -> None:
     answer(served, asked("one", 0, 300))
     (child,) = children(served)

@@ -32,6 +32,7 @@ class Models(BaseHTTPRequestHandler):
         self.end_headers()
         models = [
             {"id": "other", "meta": {"n_ctx_train": 9}},
+            {"id": "unloaded", "meta": {"n_ctx": 8192}, "status": {"value": "unloaded"}},
             {"id": "mine", "meta": {"n_ctx_train": 9, "n_ctx": 65536}},
         ]
         self.wfile.write(json.dumps({"data": models}).encode())

@@ -333,6 +333,7 @@ def test_names_of_a_folder(tmp_path: Path) -> None:
     for name in (
         "a.gguf", "B c.gguf", "notes.txt", ".hidden.gguf", "mmproj-a.gguf", "big-00001-of-00002.gguf",
         "big-00002-of-00002.gguf", "one/x.gguf", "one/mmproj-x.gguf", "two/x.gguf", "two/y.gguf", "a/z.gguf",
+        "two/mmproj-y.gguf",
         "split/s-00001-of-00002.gguf", "split/s-00002-of-00002.gguf", ".git/x.gguf", "deep/er/x.gguf",
     ):  # fmt: skip
         path = tmp_path / name
@@ -345,6 +346,8 @@ def test_names_of_a_folder(tmp_path: Path) -> None:
     found = shelf.models(tmp_path)
     assert sorted(found) == ["B c", "a", "a/z", "big", "one", "split", "two/x", "two/y"]
     assert found["big"].path.name == "big-00001-of-00002.gguf"
+    seen = {name: one.projector.name for name, one in found.items() if one.projector is not None}
+    assert seen == {"a": "mmproj-a.gguf", "one": "mmproj-x.gguf", "two/y": "mmproj-y.gguf"}
     assert shelf.head(found["a"]).facts == {}
 
 
@@ -418,7 +421,7 @@ def on_router(folder: Path, test: Callable[[Client, Upstream, Fake], Awaitable[N
 
 
 @asynccontextmanager
-async def served(folder: Path, **settings: Any) -> AsyncIterator[tuple[Client, Upstream, Fake]]:
+async def served(folder: Path, n_ctx: int = 0, **settings: Any) -> AsyncIterator[tuple[Client, Upstream, Fake]]:
     upstream, fake = Upstream(answer=STREAM), Fake()
     fake.gate.set()
     async with AsyncExitStack() as stack:
@@ -426,7 +429,7 @@ async def served(folder: Path, **settings: Any) -> AsyncIterator[tuple[Client, U
         fake.port = server.sockets[0].getsockname()[1]
         engines = Engines(fake.start, most=8, wait_s=30, idle_s=100, clock=lambda: fake.time)
         stack.push_async_callback(engines.close)
-        router = Router(folder, ServerSettings(alias="", **settings), engines)
+        router = Router(folder, ServerSettings(alias="", **settings), engines, n_ctx)
         stack.callback(router.close)
         yield Client(make_router(router)), upstream, fake
 
@@ -560,7 +563,7 @@ def test_what_is_listed(folder: Path) -> None:
         assert (await client.post("/models/load", {"model": "b"})).json == {"success": True}
         found = {one["id"]: one for one in (await client.get("/v1/models")).json["data"]}
         assert [found[name]["status"]["value"] for name in "ab"] == ["unloaded", "loaded"]
-        assert found["b"]["meta"]["n_ctx"] == 4096
+        assert [found[name]["meta"]["n_ctx"] for name in "ab"] == [8192, 4096]
         assert (await client.get("/v1/models/a")).json["id"] == "a"
         assert (await client.get("/v1/models/c")).status == 404
         assert [one["name"] for one in (await client.get("/api/tags")).json["models"]] == ["a", "b"]
@@ -574,7 +577,7 @@ def test_what_is_listed(folder: Path) -> None:
         assert (await client.post("/kvflash/markdown", {"text": "*a*"})).json == {"html": "<p><em>a</em></p>\n"}
         assert fake.told == ["load b"]
 
-    on_router(folder, test)
+    on_router(folder, test, n_ctx=8192)
 
 
 def test_who_looks_on_loads_nothing_and_keeps_nothing(folder: Path) -> None:
@@ -602,6 +605,20 @@ def test_the_guard_stands_before_it(folder: Path) -> None:
         assert b"authorization: Bearer k" in upstream.heads[0]
 
     on_router(folder, test, keys=("k",))
+
+
+def test_public_metrics_tell_no_name(folder: Path) -> None:
+    async def test(client: Client, upstream: Upstream, fake: Fake) -> None:
+        upstream.go_on.set()
+        reply = await client.get("/metrics?model=c")
+        assert (reply.status, reply.json["error"]["code"]) == (503, "not_loaded")
+        key = {"authorization": "Bearer k"}
+        await client.post("/models/load", {"model": "a"}, **key)
+        assert (await client.get("/metrics?model=c", **key)).status == 404
+        assert (await client.get("/metrics?model=c")).status == 200
+        assert b"GET /metrics" in upstream.heads[-1]
+
+    on_router(folder, test, keys=("k",), public_metrics=True)
 
 
 def test_every_answer_of_a_server_is_one_of_the_router(folder: Path) -> None:
