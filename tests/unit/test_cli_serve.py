@@ -106,7 +106,8 @@ def test_a_folder_of_models(serve: Serving, tmp_path: Path, monkeypatch: pytest.
         refused = serve("--models-dir", tmp_path, *more.split())
         assert (refused.exit_code, f"leave out {more}" in refused.stderr) == (2, True), refused.stderr
     assert serve("--models-dir", tmp_path / "nowhere").exit_code == 2
-    assert "leave out one" in serve("--models-dir", tmp_path, "--mmproj", tmp_path / "a.gguf").stderr
+    refused = serve("--models-dir", tmp_path, "--mmproj", tmp_path / "a.gguf")
+    assert (refused.exit_code, "beside its model, as mmproj-MODEL.gguf" in refused.stderr) == (2, True)
 
 
 def test_a_model_that_decodes_one_text_is_served_alone(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
