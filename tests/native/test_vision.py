@@ -62,8 +62,6 @@ def test_a_handler_answers_as_on_llama_cpps_own_class(projector: Path) -> None:
 RED, BLUE = (250, 20, 20), (10, 30, 240)
 SIZE = {"n_ctx": 2048, "n_batch": 128, "n_ubatch": 96, "n_gpu_layers": 0, "flash_attn": True, "verbose": False,
         "n_threads": 1, "n_threads_batch": 1}  # fmt: skip
-FAR = 4500
-"""Tokens between a picture and the question about it."""
 EXACT = {"kvflash_policy": "qk", "kvflash_reading": "exact", "kvflash_answer": "exact"}
 WORDS = TEXT.read_text(encoding="utf-8")
 
@@ -249,14 +247,22 @@ def pages(llm: Llama, folder: Path) -> list[bytes]:
 
 
 @pytest.mark.slow
-def test_a_picture_far_in_front_of_its_question(asker: Any, pair: Pair, tmp_path: Path) -> None:
-    """The picture is 2,000 tokens in, and the question FAR tokens behind it: the KV of the picture's chunks and the
-    answer are those of the full cache, in a pool of less than a tenth of the text.
+@pytest.mark.parametrize(
+    ("pair", "pools"),
+    # the longest where state or rows that see each other come with the picture; the others cost three times as much
+    [("plain", 4), ("mrope", 4), ("hybrid", 10), ("mutual", 10), ("mutual_windows", 10)],
+    indirect=["pair"],
+)
+def test_a_picture_far_in_front_of_its_question(asker: Any, pools: int, tmp_path: Path) -> None:
+    """Of a text of so many pools, the picture is behind a third and the question at the end: the KV of the picture's
+    chunks and the answer are those of the full cache.
     """
-    context = FAR + 4096
+    pool, far = 512, 450 * pools
+    context = far + 4096
     size = {"n_ctx": context, **EXACT}  # steps that the small pool need not cut
-    paged, full = asker(kvflash=512, **size), asker(kvflash=context, **size)
-    texts = [WORDS[:6000], WORDS[6000 : 6000 + int(2.9 * FAR)]]
+    paged, full = asker(kvflash=pool, **size), asker(kvflash=context, **size)
+    front = 600 * pools
+    texts = [WORDS[:front], WORDS[front : front + int(2.9 * far)]]
     for chat in paged, full:
         chat.ask(texts[0], most=1)
         chat.ask(RED, texts[1], most=1)
@@ -265,9 +271,9 @@ def test_a_picture_far_in_front_of_its_question(asker: Any, pair: Pair, tmp_path
     ids = paged.llm.input_ids[: paged.llm.n_tokens]
     np.testing.assert_array_equal(ids, full.llm.input_ids[: full.llm.n_tokens])
     first, *_, last = np.flatnonzero(ids < 0) // 64
-    assert 1900 < first * 64 < 3000
-    assert len(ids) - last * 64 > 0.75 * FAR
-    assert len(ids) > 10 * paged.llm.kvflash.pool
+    assert 190 * pools < first * 64 < 300 * pools
+    assert len(ids) - last * 64 > 0.75 * far
+    assert len(ids) > pools * paged.llm.kvflash.pool == pools * pool
     mine, theirs = pages(paged.llm, tmp_path), pages(full.llm, tmp_path)
     assert mine[first : last + 1] == theirs[first : last + 1]
     assert len(set(mine)) == len(mine)
