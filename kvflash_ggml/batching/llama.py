@@ -209,7 +209,7 @@ class LlamaModel:
             self._images.pop(id(self), None)
 
     def _load(self, images: Sequence[Image]) -> None:
-        """Have the embeddings of these images, and of those of all running requests, kept."""
+        """Have the rows of these images, and of those of all running requests, known to the steps that come."""
         sequence = self._llm._reader.sequence
         assert sequence is not None
         self._images[id(self)] = images

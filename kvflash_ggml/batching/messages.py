@@ -22,13 +22,13 @@ class Sampling(Samplers):
 
 
 class Image(Protocol):
-    """An image of a prompt. tokens: what stands for it there."""
+    """An image or a sound of a prompt. tokens: what stands for it there."""
 
     @property
     def tokens(self) -> Sequence[int]: ...
 
     def load(self) -> None:
-        """Have what the model reads of it at hand for the steps that come. On the engine's thread."""
+        """Have its rows known to the steps that come, which encode it if they read them. On the engine's thread."""
         ...
 
 
@@ -44,7 +44,7 @@ class Request:
     tokens of the prompt and of the answer see, one of the model's `readings` and `answers`, None for its usual way;
     reading="preview" answers a long prompt from a part of it, and all of it is read behind the answer.
     drafts: may they be verified? messages: role and text of each message of the prompt, to say which one differs from a
-    text that is known. preserved: special tokens that the answer shows, and how. images: of the prompt.
+    text that is known. preserved: special tokens that the answer shows, and how. images: of the prompt, and its sounds.
     """
 
     id: str

@@ -16,7 +16,7 @@ from ..errors import ContextFull
 from .answer import Answer, Message, ask, finish_preview
 from .model import first_seed, in_words
 from .options import OutputOptions, SamplingOptions
-from .prompt import as_typed, read_text, with_images
+from .prompt import as_typed, read_text, with_media
 from .report import closing_line, residency
 from .terminal import (
     end_answer,
@@ -34,6 +34,7 @@ HELP = """\
 /regen      answer the last message again
 /read FILE  put a file before the next message
 /image FILE put an image before the next message
+/audio FILE put a sound before the next message
 /stats      speed, residency, pages
 \"\"\"         begins and ends a message of several lines
 Ctrl-C      stops the answer; twice at a prompt, or in an answer, leaves"""
@@ -42,7 +43,7 @@ _QUOTES = '"""'
 
 
 class Chat:
-    """One conversation. Answers go to stdout, everything else to stderr. images: before the first message."""
+    """One conversation. Answers go to stdout, everything else to stderr. media: files before the first message."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class Chat:
         sampling: SamplingOptions,
         output: OutputOptions,
         system: str | None,
-        images: Sequence[Path] = (),
+        media: Sequence[Path] = (),
     ) -> None:
         self._llm = llm
         self._sampling = sampling
@@ -60,7 +61,7 @@ class Chat:
         self._messages = list(self._opening)
         self._seed = first_seed(sampling.seed)
         self._documents: list[str] = []
-        self._images = list(images)
+        self._media = list(media)
         self._last: Answer | None = None
         self._warned = False
         self._commands = {
@@ -69,7 +70,8 @@ class Chat:
             "/clear": self._clear,
             "/regen": self._regen,
             "/read": self._read,
-            "/image": self._image,
+            "/image": self._attach,
+            "/audio": self._attach,
             "/stats": self._stats,
             "/help": self._help,
         }
@@ -116,13 +118,13 @@ class Chat:
 
     def _say(self, text: str) -> None:
         try:
-            content = with_images(self._images, "\n\n".join([*self._documents, text]))
+            content = with_media(self._media, "\n\n".join([*self._documents, text]))
         except OSError as error:
             click.secho(f"Error: {in_words(error)}", err=True, fg="red")
             return
         finally:
             self._documents.clear()
-            self._images.clear()
+            self._media.clear()
         self._messages.append({"role": "user", "content": content})
         self._answer()
 
@@ -176,7 +178,7 @@ class Chat:
     def _clear(self, rest: str) -> bool:
         self._messages = list(self._opening)
         self._documents.clear()
-        self._images.clear()
+        self._media.clear()
         self._last = None
         note("the conversation is forgotten")
         return True
@@ -205,14 +207,15 @@ class Chat:
         note(f"{names[0]}: {len(text)} characters, put before your next message")
         return True
 
-    def _image(self, rest: str) -> bool:
+    def _attach(self, rest: str) -> bool:
         names = _split(rest)
         if len(names) != 1 or self._llm.chat_handler is None:
-            note("usage: /image FILE" if self._llm.chat_handler else "images need the model's projector: --mmproj FILE")
+            usage = "usage: /image FILE, /audio FILE"
+            note(usage if self._llm.chat_handler else "images and sound need the model's projector: --mmproj FILE")
         elif not (path := Path(names[0]).expanduser()).is_file():
             click.secho(f"Error: {path} is no file", err=True, fg="red")
         else:
-            self._images.append(path)
+            self._media.append(path)
             note(f"{path}: put before your next message")
         return True
 

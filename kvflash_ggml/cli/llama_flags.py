@@ -28,7 +28,7 @@ _PROXY = "put a proxy before the server (nginx, Caddy)"
 _NONE = "there is no such setting: leave it out"
 _CORES = "run it under taskset, chrt or nice"
 _DRAFTER = "a drafter shares the setting of the model: leave it out"
-_IMAGES = "--mmproj FILE is all that is said of images, see docs/images.md: leave it out"
+_IMAGES = "--mmproj FILE is all that is said of images and sound, see docs/images.md: leave it out"
 _PRESET = "-hf OWNER/REPO[:QUANT] fetches a model: write the name of the one you want"
 _TOOLS = "the program that asks runs tools, as an agent does: this server never does"
 
@@ -36,7 +36,7 @@ ANSWERED: dict[tuple[str, ...], str] = {
     ("-np", "--parallel", "--host", "--port", "--api-key", "--api-prefix", "--ssl-key-file", "--ssl-cert-file"): (
         "it is for a server: kvflash-run serve MODEL"
     ),
-    ("-p", "--prompt", "-f", "--file", "-bf", "--binary-file", "--image"): (
+    ("-p", "--prompt", "-f", "--file", "-bf", "--binary-file", "--image", "--audio"): (
         "it is for one answer: kvflash-run MODEL -p PROMPT"
     ),
     ("--no-jinja",): "chats use the model's Jinja template; /completion and -no-cnv use none",

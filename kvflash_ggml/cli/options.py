@@ -186,7 +186,7 @@ class ModelOptions(WeightOptions, RopeOptions, ContextOptions):
 
     mmproj: Path | None = _model(
         Path, "-mm", metavar="FILE", exists=True,
-        help="The model's projector, a second GGUF file: chats may have images then (docs/images.md).",
+        help="The model's projector, a second GGUF file: chats may have images or sound then (docs/images.md).",
     )  # fmt: skip
 
     def settings(self) -> dict[str, Any]:

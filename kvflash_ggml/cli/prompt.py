@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from ..media.files import is_sound
 from .hub import HubModel
 from .terminal import stdin_is_terminal
 
@@ -79,14 +80,18 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from error
 
 
-def with_images(images: Sequence[Path], text: str) -> str | list[dict[str, Any]]:
-    """The content of a message that has images before its text. OSError for a file that cannot be read."""
-    if not images:
+def with_media(files: Sequence[Path], text: str) -> str | list[dict[str, Any]]:
+    """The content of a message that has images and sounds before its text. OSError for a file that cannot be read."""
+    if not files:
         return text
-    data = (base64.b64encode(image.read_bytes()).decode() for image in images)
-    parts: list[dict[str, Any]] = [
-        {"type": "image_url", "image_url": {"url": f"data:image;base64,{one}"}} for one in data
-    ]
+    parts: list[dict[str, Any]] = []
+    for file in files:
+        data = file.read_bytes()
+        coded = base64.b64encode(data).decode()
+        if is_sound(data):
+            parts.append({"type": "input_audio", "input_audio": {"data": coded}})
+        else:
+            parts.append({"type": "image_url", "image_url": {"url": f"data:image;base64,{coded}"}})
     return [*parts, {"type": "text", "text": text}]
 
 

@@ -38,7 +38,7 @@ from .options import (
     snapshot_options,
     spec_options,
 )
-from .prompt import as_typed, model_and_words, read_prompt, with_images
+from .prompt import as_typed, model_and_words, read_prompt, with_media
 from .report import closing_line, document, recorded
 from .report import dry_run as say_what_goes_where
 from .sections import MODEL_FILE, SectionCommand, collected
@@ -166,6 +166,10 @@ class PromptOptions:
         Path, "--image", default=(), many=True, variable="", metavar="FILE", exists=True,
         help="An image before the prompt; several are seen in their order. Needs --mmproj.",
     )  # fmt: skip
+    sounds: tuple[Path, ...] = _prompt(
+        Path, "--audio", default=(), many=True, variable="", metavar="FILE", exists=True,
+        help="A sound before the prompt and behind images: WAV, MP3 or FLAC; may be repeated. Needs --mmproj.",
+    )  # fmt: skip
     system: str | None = _prompt(str, "-s", "-sys", "--system", metavar="TEXT", help="The system message.")
     conversation: bool | None = _prompt(
         bool, "-cnv/-no-cnv", "--conversation/--no-conversation",
@@ -234,10 +238,12 @@ def run(
             raise click.UsageError("-no-cnv continues a text: give a prompt, -p, -f or a pipe")
         if chatting and output.as_json:
             raise click.UsageError("--json answers one prompt: give one, with -p, -f or a pipe")
-        if asked.images and loading.mmproj is None:
-            raise click.UsageError("--image needs the model's projector, a second GGUF file: add --mmproj FILE")
-        if asked.images and asked.conversation is False:
-            raise click.UsageError("--image is part of a chat: leave out -no-cnv")
+        media = (*asked.images, *asked.sounds)
+        option = "--image" if asked.images else "--audio"
+        if media and loading.mmproj is None:
+            raise click.UsageError(f"{option} needs the model's projector, a second GGUF file: add --mmproj FILE")
+        if media and asked.conversation is False:
+            raise click.UsageError(f"{option} is part of a chat: leave out -no-cnv")
         if system is not None and asked.conversation is False:
             raise click.UsageError("a system message needs the chat template: leave out -no-cnv")
 
@@ -263,15 +269,15 @@ def run(
             load_s = time.perf_counter() - start
             if not output.quiet and not output.verbose:  # with -v the library says it
                 _say_how_it_was_loaded(llm)
-            conversation = True if asked.images else asked.conversation
+            conversation = True if media else asked.conversation
             templated = _use_template(llm, conversation, chatting=chatting, system=system)
             session_file.load(llm)
             if chatting:
-                Chat(llm, sampling=sampling, output=output, system=system, images=asked.images).run(text)
+                Chat(llm, sampling=sampling, output=output, system=system, media=media).run(text)
                 session_file.save(llm)
                 return
             assert text is not None
-            request = _messages(system, with_images(asked.images, text)) if templated else text
+            request = _messages(system, with_media(media, text)) if templated else text
             answer = _answer(llm, request, sampling, output)
             if not output.quiet:
                 note(closing_line(answer, llm.kvflash))

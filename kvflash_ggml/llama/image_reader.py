@@ -1,4 +1,4 @@
-"""Images of requests: read on the thread of the request, and encoded on the thread of the engine."""
+"""Images and sounds of requests: read on the thread of the request, and encoded on the thread of the engine."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from ..arrays import Floats
 from ..errors import ConfigError, HostMemoryError
-from ..media.images import MOST_PIXELS
+from ..media.files import Limits
+from ..media.rows import Medium
 from . import vision
 
 KNOWN = 256
-"""Images whose tokens are known: each turn of a chat sends its images again."""
+"""Images and sounds whose tokens are known: each turn of a chat sends them again."""
 
 
 HELD = 1 << 30
-"""Bytes of all images of requests that wait or run: the files, and what their projector has made of them."""
+"""Bytes of all media of requests that wait or run: the files, and what their projector has made of them."""
 
 _EACH = 16 << 10
-"""Of a row, about, as pixels in single precision."""
+"""Of a row, about, as pixels or frequencies in single precision."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """tokens: of the image and of the marks around it. parts: that are encoded."""
+    """tokens: of the image or sound and of the marks around it. parts: that are encoded."""
 
     tokens: tuple[int, ...]
-    parts: tuple[vision.Rows, ...]
+    parts: tuple[Medium, ...]
 
 
 class _Chunks:
@@ -43,39 +46,50 @@ class _Chunks:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of an image that is encoded by itself, in the chunks of its owner."""
+    """A part of an image or a sound that is encoded by itself, in the chunks of its owner."""
 
     chunk: Any
     owner: _Chunks
 
 
 class Image:
-    """An image of a request. tokens: what stands for it in the prompt, with the marks that its projector wants. freed:
-    called when its pixels have been let go of.
+    """An image or a sound of a request. tokens: what stands for it in the prompt, with the marks that its projector
+    wants. freed: called when its pixels have been let go of.
     """
 
     freed: Callable[[], object]
 
-    def __init__(self, reader: ImageReader, data: bytes, most: int, told: _Told, parts: list[_Part]) -> None:
+    def __init__(self, reader: ImageReader, data: bytes, limits: Limits, told: _Told, parts: list[_Part]) -> None:
         self.tokens = told.tokens
-        self._reader, self._data, self._most, self._rows, self._parts = reader, data, most, told.parts, parts
+        self._reader, self._data, self._limits, self._media = reader, data, limits, told.parts
+        self._parts, self._left = parts, len(told.parts)
 
     def load(self) -> None:
-        """Have its embeddings kept for the steps that come, on the engine's thread. The encoder runs unless they are.
-
-        DecodeError if it fails.
+        """Have its rows known to the steps that come, on the engine's thread. They are encoded when a step reads them,
+        unless the request has ended.
         """
-        encoder = self._reader.encoder
-        if any(encoder.media.find(rows.key) is None for rows in self._rows):
-            parts = self._parts or self._reader.split(self._data, self._most)[1]
-            for rows, part in zip(self._rows, parts, strict=True):
-                encoder.load(rows, part.chunk)
-        self._parts = []  # its pixels are of no further use
-        self.freed()
+        image = weakref.ref(self)
+        for i, medium in enumerate(self._media):
+            self._reader.encoder.media.expect(medium, partial(_encoded, image, i))
+
+    def encode(self, i: int) -> Floats:
+        """The embeddings of a part. DecodeError if its encoder fails."""
+        parts = self._parts or self._reader.split(self._data, self._limits)[1]  # dropped since it was read
+        made = self._reader.encoder.encode(parts[i].chunk, len(self._media[i].numbers))
+        self._left -= 1
+        if self._left <= 0:  # its pixels are of no further use
+            self._parts = []
+            self.freed()
+        return made
+
+
+def _encoded(image: Callable[[], Image | None], i: int) -> Floats | None:
+    found = image()
+    return None if found is None else found.encode(i)
 
 
 class ImageReader:
-    """Reads image files for a model. llm: a `Llama` with a projector and a pool; nothing drafts for it."""
+    """Reads files of images and sound for a model. llm: a `Llama` with a projector and a pool."""
 
     def __init__(self, llm: Any) -> None:
         self.encoder = vision.Encoder(llm)
@@ -83,18 +97,18 @@ class ImageReader:
         self._known: OrderedDict[bytes, _Told] = OrderedDict()
         self._lock = threading.RLock()  # the garbage collector may let one go that reads another
 
-    def read(self, data: bytes, *, most: int = MOST_PIXELS) -> Image:
-        """The image in a file, from any thread. most: pixels.
+    def read(self, data: bytes, limits: Limits) -> Image:
+        """The image or the sound in a file, from any thread.
 
-        ConfigError for a file that is no image or is too large, however hostile it is, and for an image that a pool
-        cannot place. HostMemoryError while requests hold too many.
+        ConfigError for a file that is none or is too large, however hostile it is, for one that the projector does not
+        take, and for one that a pool cannot place. HostMemoryError while requests hold too many.
         """
         name = hashlib.sha256(data).digest()
         with self._lock:
             told = self._known.get(name)
         parts: list[_Part] = []
-        if told is None:
-            told, parts = self.split(data, most)
+        if told is None or not all(self.encoder.media.keeps(medium.key) for medium in told.parts):
+            told, parts = self.split(data, limits)  # here, and not where all requests wait for it
         size = len(data) + _EACH * len(told.tokens) * bool(parts)
         with self._lock:
             self._known[name] = told
@@ -103,10 +117,11 @@ class ImageReader:
                 self._known.popitem(last=False)
             if self._held + size > HELD:
                 raise HostMemoryError(
-                    f"requests hold images of {self._held} bytes, and {HELD} is the most: try again when one has ended"
+                    f"requests hold images and sound of {self._held} bytes, and {HELD} is the most: try again when one "
+                    "has ended"
                 )
             self._held += size
-        image = Image(self, data, most, told, parts)
+        image = Image(self, data, limits, told, parts)
         weakref.finalize(image, self._let_go, len(data))
         image.freed = weakref.finalize(image, self._let_go, size - len(data))  # is called once
         return image
@@ -115,11 +130,11 @@ class ImageReader:
         with self._lock:
             self._held -= size
 
-    def split(self, data: bytes, most: int) -> tuple[_Told, list[_Part]]:
-        """What stands for an image, and its parts to encode. Raises as `read`."""
+    def split(self, data: bytes, limits: Limits) -> tuple[_Told, list[_Part]]:
+        """What stands for an image or a sound, and its parts to encode. Raises as `read`."""
         encoder = self.encoder
         mtmd, context = encoder.mtmd, encoder.context
-        bitmap = vision.bitmap_of(mtmd, data, most)
+        bitmap = encoder.bitmap(data, limits)
         try:
             chunks = mtmd.mtmd_input_chunks_init()
             owner = _Chunks(mtmd, chunks)
@@ -132,10 +147,10 @@ class ImageReader:
             mtmd.mtmd_bitmap_free(bitmap)
         if code:
             raise ConfigError(
-                f"the projector cannot take an image of {len(data)} bytes ({code}): send it in another size"
+                f"the projector cannot take an image or a sound of {len(data)} bytes ({code}): send it in another size"
             )
         tokens: list[int] = []
-        told: list[vision.Rows] = []
+        told: list[Medium] = []
         parts: list[_Part] = []
         for i in range(mtmd.mtmd_input_chunks_size(chunks)):
             chunk = mtmd.mtmd_input_chunks_get(chunks, i)
@@ -144,12 +159,12 @@ class ImageReader:
                 found = mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(count))
                 tokens += found[: count.value]
                 continue
-            told.append(encoder.rows(chunk, len(told) + 1))
+            told.append(encoder.medium(chunk, len(told) + 1))
             parts.append(_Part(chunk, owner))
             tokens += told[-1].numbers.tolist()
         return _Told(tuple(tokens), tuple(told)), parts
 
 
 def image_reader_of(llm: Any) -> ImageReader | None:
-    """What reads images for a model, None for one that sees none. ConfigError where something drafts beside images."""
+    """What reads media for a model, None for one that takes none. ConfigError where something drafts beside them."""
     return ImageReader(llm) if isinstance(llm.chat_handler, vision.HANDLERS) else None

@@ -102,7 +102,7 @@ class Llama(llama_cpp.Llama):
 
     use_extra_bufts: False keeps weights as the file has them, not packed for the CPU's kernels: slower, and the way
         around one that computes wrongly (`kvflash-run doctor` looks).
-    mmproj: the GGUF file of the model's projector, for chats with images: docs/images.md.
+    mmproj: the GGUF file of the model's projector, for chats with images and sound: docs/images.md.
     draft_model: as upstream; with a pool also the GGUF file of a drafter. It does not imply logits_all with a pool: for
     logprobs give it. Drafts are part of the text once they have been sampled.
 

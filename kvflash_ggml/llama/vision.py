@@ -1,4 +1,4 @@
-"""Upstream's vision chat handlers on a pool: an image is encoded once, and its rows are read once."""
+"""Upstream's chat handlers of images and sound on a pool: each is encoded once, and its rows are read once."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import copy
 import ctypes
 import hashlib
 import mmap
-import re
+import weakref
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from llama_cpp._logger import llama_log_callback
 from llama_cpp.llama_chat_format import Llava15ChatHandler, MTMDChatHandler
 
 from ..arrays import Floats, Int32s
+from ..chat.templates import ChatTemplate
 from ..errors import ConfigError, DecodeError
 from ..gguf import purpose
-from ..media import images
-from ..media.rows import MOST, MediaRows, numbers_of
+from ..media import files
+from ..media.rows import MOST, MediaRows, Medium, numbers_of
 from ..placement import memory
 from ..spec.find import NGRAM
 
@@ -31,10 +33,6 @@ HANDLERS = (Llava15ChatHandler, MTMDChatHandler)
 
 COMPUTE_BYTES = 512 << 20
 """Of memory that a projector computes with: 8,000 patches of a photo take about as much."""
-
-
-_PARTS = re.compile(r"for\s+\w+\s+in\s+[\w.'\"\[\]]*content")
-"""In a chat template that goes through the parts of a message."""
 
 
 class Projector(MTMDChatHandler):
@@ -51,9 +49,13 @@ class Projector(MTMDChatHandler):
     def __reduce__(self) -> tuple[Any, ...]:
         return Projector, (Path(self.clip_model_path),)
 
+    def __call__(self, *, messages: Sequence[Any], **settings: Any) -> Any:
+        """As upstream; sound (`input_audio`) goes its way as a data URL, as images do."""
+        return super().__call__(messages=[_with_urls(message) for message in messages], **settings)
+
     def _get_chat_template(self, llama_model: Any) -> str:
         template: str = super()._get_chat_template(llama_model)
-        self._takes_parts = _PARTS.search(template) is not None
+        self._takes_parts = _takes_parts(template)
         return template
 
     def _get_template_messages(self, messages: list[Any], media_marker: str) -> list[Any]:
@@ -70,13 +72,40 @@ class Projector(MTMDChatHandler):
         try:
             super()._init_mtmd_context(llama_model)
         except ValueError as err:
-            if self.mtmd_ctx is not None:  # upstream leaves it behind
-                self._mtmd_cpp.mtmd_free(self.mtmd_ctx)
-                self.mtmd_ctx = None
+            if self.mtmd_ctx is not None:  # upstream leaves one behind that sees no images
+                llama_model._stack.callback(self._close)
+                return
             raise ConfigError(
-                f"mmproj (--mmproj) {self.clip_model_path} is no projector of images for this model: give the file "
-                f"that was made beside the model's ({err})"
+                f"mmproj (--mmproj) {self.clip_model_path} is no projector for this model: give the file that was made "
+                f"beside the model's ({err})"
             ) from err
+
+    def _close(self) -> None:
+        if self.mtmd_ctx is not None:
+            self._mtmd_cpp.mtmd_free(self.mtmd_ctx)
+            self.mtmd_ctx = None
+
+
+@lru_cache(8)
+def _takes_parts(template: str) -> bool:
+    """Does a chat template go through the parts of a message?"""
+    return ChatTemplate(template).caps["supports_typed_content"]
+
+
+def _with_urls(message: Any) -> Any:
+    """A message of a chat with its sound as upstream's handlers take images. ConfigError for a part without data."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = list(content)
+    for i, part in enumerate(parts):
+        if isinstance(part, dict) and part.get("type") == "input_audio":
+            sound = part.get("input_audio")
+            data = sound.get("data") if isinstance(sound, dict) else None
+            if not isinstance(data, str):
+                raise ConfigError('a part input_audio has no sound: {"data": BASE64, "format": "wav"} is expected')
+            parts[i] = {"type": "image_url", "image_url": {"url": f"data:audio;base64,{data}"}}
+    return {**message, "content": parts}
 
 
 def open_projector(llm: Any, handler: Any) -> None:
@@ -96,11 +125,11 @@ def open_projector(llm: Any, handler: Any) -> None:
 
 def reserve_bytes(handler: Any) -> int:
     """Memory of the first device that the projector of a chat handler will take, roughly: its weights, and what they
-    compute with. 0 for a handler without one, and for one that is loaded.
+    compute with, which it takes as images need it. 0 for a handler without one, and no weights of one that is loaded.
     """
-    if not isinstance(handler, HANDLERS) or handler.mtmd_ctx is not None:
+    if not isinstance(handler, HANDLERS):
         return 0
-    return Path(handler.clip_model_path).stat().st_size + COMPUTE_BYTES
+    return COMPUTE_BYTES + (Path(handler.clip_model_path).stat().st_size if handler.mtmd_ctx is None else 0)
 
 
 def answer(llm: Any, *args: Any, **settings: Any) -> Any:
@@ -114,25 +143,12 @@ def answer(llm: Any, *args: Any, **settings: Any) -> Any:
     return llama_cpp.Llama.create_chat_completion(seat, *args, **settings)
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows of an image, or of a part of one, before they are encoded.
-
-    key: names it beside others. numbers: stand for its rows in a text, [rows]. axes, size, mutual: see `MediaRows.add`.
-    """
-
-    key: bytes
-    numbers: Int32s
-    axes: Int32s | None
-    size: int
-    mutual: bool
-
-
 class Encoder:
-    """A model's projector: what images become in its pool. llm: a `Llama` with one of the `HANDLERS` and a pool.
+    """A model's projector: what media become in its pool. llm: a `Llama` with one of the `HANDLERS` and a pool.
 
-    mtmd: `llama_cpp.mtmd_cpp`; context: its context for this model; media: the embeddings that the pool keeps.
-    ConfigError where something drafts, and for a projector that is none of this model.
+    mtmd: `llama_cpp.mtmd_cpp`; context: its context for this model; media: the embeddings that the pool keeps; sees,
+    hears: does it take images and sound? ConfigError where something drafts, and for a projector that is none of this
+    model.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -151,19 +167,40 @@ class Encoder:
             _log_as_upstream(handler)
             self._digest = _digest(handler)
         self.mtmd, self.context = handler._mtmd_cpp, handler.mtmd_ctx
+        self.sees = bool(self.mtmd.mtmd_support_vision(self.context))
+        self.hears = bool(self.mtmd.mtmd_support_audio(self.context))
+        self._name = handler.clip_model_path
         self.media: MediaRows = pool.media
         self._width = pool.engine.info.n_embd
         self._alibi, self._step = pool.engine.info.alibi, min(pool.n_ubatch, sequence.n_batch)
 
-    def rows(self, chunk: Any, part: int) -> Rows:
-        """What stands for an image, or a part of one. part: its number, of an image that is cut in several.
+    def bitmap(self, data: bytes, limits: files.Limits | None = None) -> Any:
+        """A file as a bitmap of libmtmd, to be freed. It is named by its bytes, and its chunks will be by it.
+
+        ConfigError for a file that cannot be read or is too large, however hostile it is, and for one of a kind that
+        the projector does not take.
+        """
+        mtmd, sound = self.mtmd, files.is_sound(data)
+        if not (self.hears if sound else self.sees):
+            kind, other = ("sound", "an audio") if sound else ("images", "a vision")
+            raise ConfigError(f"the projector {self._name} takes no {kind}: load one with {other} encoder")
+        rate = mtmd.mtmd_get_audio_sample_rate(self.context) if sound else 0
+        found = files.decode(data, mtmd._libmtmd._name, limits=limits, rate=rate)
+        if isinstance(found, files.Sound):
+            bitmap = mtmd.mtmd_bitmap_init_from_audio(found.count, _array(ctypes.c_float, found.data))
+        else:
+            bitmap = mtmd.mtmd_bitmap_init(found.width, found.height, _array(ctypes.c_uint8, found.data))
+        mtmd.mtmd_bitmap_set_id(bitmap, hashlib.sha256(data).hexdigest().encode())
+        return bitmap
+
+    def medium(self, chunk: Any, part: int) -> Medium:
+        """What stands for an image or a sound, or a part of one. part: its number, of one that is cut in several.
 
         ConfigError for what a pool cannot place.
         """
-        if self.mtmd.mtmd_input_chunk_get_type(chunk) != self.mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE:
-            raise ConfigError("audio in a pool is not served yet: use kvflash=None")
         axes, size = None, self.mtmd.mtmd_input_chunk_get_n_pos(chunk)
-        if self.mtmd.mtmd_decode_use_mrope(self.context):
+        image = self.mtmd.mtmd_input_chunk_get_type(chunk) == self.mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE
+        if image and self.mtmd.mtmd_decode_use_mrope(self.context):  # rows of sound have the positions of tokens
             axes = self._axes(chunk)
         count = self.mtmd.mtmd_input_chunk_get_n_tokens(chunk)
         mutual = bool(self.mtmd.mtmd_decode_use_non_causal(self.context, chunk))
@@ -173,7 +210,7 @@ class Encoder:
         name = hashlib.sha256(self.mtmd.mtmd_input_chunk_get_id(chunk) or b"").digest()
         key = hashlib.sha256(self._digest + name + part.to_bytes(8, "little") + place).digest()
         advances = None if axes is None else np.diff(axes[0], append=np.int32(size))
-        return Rows(key, numbers_of(key, count, advances, mutual=mutual), axes, size, mutual)
+        return Medium(key, numbers_of(key, count, advances, mutual=mutual), axes)
 
     def _check_span(self, rows: int, *, alone: bool) -> None:
         """ConfigError if a pool cannot read so many rows that see each other. alone: none share a position."""
@@ -207,18 +244,15 @@ class Encoder:
             )
         return np.ascontiguousarray(at[0].T)
 
-    def load(self, rows: Rows, chunk: Any) -> None:
-        """Have the embeddings of a chunk kept: the encoder runs unless they are. DecodeError if it fails."""
-        if self.media.find(rows.key) is not None:
-            return
-        count = len(rows.numbers)
+    def encode(self, chunk: Any, count: int) -> Floats:
+        """The embeddings of a chunk of so many rows, [count, width]. DecodeError if its encoder fails."""
         with self._lock:
             code = self.mtmd.mtmd_encode_chunk(self.context, chunk)
             if code:
-                raise DecodeError(f"the image encoder answered {code} for an image of {count} rows")
+                raise DecodeError(f"the encoder answered {code} for an image or a sound of {count} rows")
             data = self.mtmd.mtmd_get_output_embd(self.context)
             made: Floats = np.ctypeslib.as_array(data, shape=(count, self._width)).copy()
-        self.media.add(rows.key, made, rows.axes, rows.size, mutual=rows.mutual)
+        return made
 
 
 class Seat:
@@ -251,18 +285,21 @@ class Seat:
         self.n_tokens += len(tokens)
 
 
-def bitmap_of(mtmd: Any, data: bytes, most: int = images.MOST_PIXELS) -> Any:
-    """An image file as a bitmap of libmtmd, to be freed. It is named by its bytes, and its chunks will be by it.
+class _Chunk:
+    """A copy of a chunk of libmtmd, freed with this."""
 
-    mtmd: `llama_cpp.mtmd_cpp`. most: pixels. ConfigError for a file that is no image or is too large, however hostile
-    it is.
-    """
-    pixels = images.decode(data, mtmd._libmtmd._name, most=most)
-    bitmap = mtmd.mtmd_bitmap_init(
-        pixels.width, pixels.height, (ctypes.c_uint8 * len(pixels.data)).from_buffer_copy(pixels.data)
-    )
-    mtmd.mtmd_bitmap_set_id(bitmap, hashlib.sha256(data).hexdigest().encode())
-    return bitmap
+    def __init__(self, encoder: Encoder, chunk: Any, count: int) -> None:
+        self._encoder, self._count = encoder, count
+        self._chunk = encoder.mtmd.mtmd_input_chunk_copy(chunk)
+        weakref.finalize(self, encoder.mtmd.mtmd_input_chunk_free, self._chunk)
+
+    def encode(self) -> Floats:
+        """See `MediaRows.expect`."""
+        return self._encoder.encode(self._chunk, self._count)
+
+
+def _array(kind: Any, data: bytes) -> Any:
+    return (kind * (len(data) // ctypes.sizeof(kind))).from_buffer_copy(data)
 
 
 class _Uncleared:
@@ -279,7 +316,7 @@ class _Uncleared:
 
 
 class _Mtmd:
-    """`llama_cpp.mtmd_cpp` for one prompt: images are known by their bytes, and evaluated by the pool."""
+    """`llama_cpp.mtmd_cpp` for one prompt: media are known by their bytes, and evaluated by the pool."""
 
     def __init__(self, encoder: Encoder, seat: Seat) -> None:
         self._stock = encoder.mtmd
@@ -291,18 +328,20 @@ class _Mtmd:
         return getattr(self._stock, name)
 
     def mtmd_helper_bitmap_init_from_buf(self, ctx: Any, data: Any, *rest: Any) -> Any:
-        """As upstream, but for where the image is decoded. ConfigError if it cannot be."""
-        return bitmap_of(self._stock, bytes(data))
+        """As upstream, but for where the file is decoded. ConfigError if it cannot be."""
+        return self._encoder.bitmap(bytes(data))
 
     def mtmd_helper_eval_chunk_single(
         self, ctx: Any, context: Any, chunk: Any, n_past: Any, seq: Any, n_batch: int, last: bool, new_n_past: Any
     ) -> int:
-        """Add an image, or a part of one, to the prompt; 0. Its encoder runs unless its embeddings are kept."""
+        """Add an image or a sound, or a part of one, to the prompt; 0. It is encoded when the pool reads it."""
         name = self._stock.mtmd_input_chunk_get_id(chunk) or b""
         self._parts[name] += 1
-        rows = self._encoder.rows(chunk, self._parts[name])
-        self._encoder.load(rows, chunk)
-        self._seat.eval(rows.numbers)
+        medium = self._encoder.medium(chunk, self._parts[name])
+        media = self._encoder.media
+        kept = media.keeps(medium.key)
+        media.expect(medium, None if kept else _Chunk(self._encoder, chunk, len(medium.numbers)).encode)
+        self._seat.eval(medium.numbers)
         new_n_past._obj.value = self._seat.n_tokens
         return 0
 

@@ -1,7 +1,8 @@
-"""Decodes one image file in a process of its own, which a hostile file can end: the program behind `images.decode`.
+"""Decodes one file in a process of its own, which a hostile file can end: the program behind `files.decode`.
 
-Run it with the path of libmtmd, and bounds in seconds of the CPU and in bytes. It reads the file from stdin and writes
-width and height, four bytes each, and RGB to stdout. It imports nothing of the package, which would take longer.
+Run it with the path of libmtmd, bounds in seconds of the CPU and in bytes, and the samples of sound in a second. It
+reads the file from stdin. To stdout it writes width and height, four bytes each, and RGB; or the number of samples, 1,
+and the samples. It imports nothing of the package, which would take longer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ with contextlib.suppress(ModuleNotFoundError):  # Windows has no limits
     import resource
 
 REFUSED, NO_LIBRARY = 3, 4
-"""Exit statuses: for a file that is no image, or has no room; and where there is no decoder."""
+"""Exit statuses: for a file that cannot be decoded, or has no room; and where there is no decoder."""
 
 
 class _Options(ctypes.Structure):
@@ -30,29 +31,48 @@ class _Made(ctypes.Structure):
     _fields_ = (("bitmap", ctypes.c_void_p), ("video", ctypes.c_void_p))
 
 
-def main(library: str, seconds: int, memory: int) -> int:
+def main(library: str, seconds: int, memory: int, rate: int) -> int:
     """Decode stdin to stdout; the exit status."""
     data = sys.stdin.buffer.read()
     try:
         lib = ctypes.CDLL(library)
     except OSError:
         return NO_LIBRARY
+    model = _listening(rate)
     _limit(seconds, memory)
+    lib.mtmd_get_audio_sample_rate.argtypes = [ctypes.c_void_p]
+    if rate and lib.mtmd_get_audio_sample_rate(model) != rate:
+        return REFUSED
     decode = lib.mtmd_helper_bitmap_init_from_buf
     decode.restype = _Made
     decode.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_bool, _Options]
-    made = decode(None, data, len(data), False, _Options())
+    made = decode(model, data, len(data), False, _Options())
     if not made.bitmap:
         return REFUSED
     bitmap = ctypes.c_void_p(made.bitmap)
-    lib.mtmd_bitmap_get_data.restype = ctypes.POINTER(ctypes.c_char)
+    lib.mtmd_bitmap_get_n_bytes.restype = ctypes.c_size_t
+    lib.mtmd_bitmap_get_data.restype = ctypes.c_void_p
     width, height = lib.mtmd_bitmap_get_nx(bitmap), lib.mtmd_bitmap_get_ny(bitmap)
-    pixels = (ctypes.c_char * (3 * width * height)).from_address(
-        ctypes.cast(lib.mtmd_bitmap_get_data(bitmap), ctypes.c_void_p).value or 0
-    )
+    size = lib.mtmd_bitmap_get_n_bytes(bitmap)
+    found = (ctypes.c_char * size).from_address(lib.mtmd_bitmap_get_data(bitmap) or 0)
     sys.stdout.buffer.write(width.to_bytes(4, "little") + height.to_bytes(4, "little"))
-    sys.stdout.buffer.write(pixels)
+    sys.stdout.buffer.write(found)
     return 0
+
+
+def _listening(rate: int) -> ctypes.Array[ctypes.c_uint64] | None:
+    """What the decoder takes for a model that hears so many samples in a second; None for 0.
+
+    It asks its model for nothing else, and a whole one would have to be loaded here. It follows a pointer, and reads a
+    number behind that, wherever they lie: here all pointers lead to numbers, and all numbers are the rate.
+    """
+    if not rate:
+        return None
+    pointers, numbers = 512, 1 << 16
+    memory = (ctypes.c_uint64 * (pointers + numbers))()
+    for i in range(pointers + numbers):
+        memory[i] = ctypes.addressof(memory) + 8 * pointers if i < pointers else rate | rate << 32
+    return memory
 
 
 def _limit(seconds: int, memory: int) -> None:
@@ -69,4 +89,4 @@ def _limit(seconds: int, memory: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:])))

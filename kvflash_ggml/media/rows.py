@@ -1,15 +1,16 @@
 """Embeddings of media, by the numbers that stand for their rows in a text.
 
-A row of an image has no token. A negative number stands for it in the text, made of the image's key and the row. So
-texts, page tables, snapshots and prefix caches know images by what they are, as they know tokens by theirs. The number
-says, too, where the position of the next row is: a text that was restored knows its positions by its numbers alone.
+A row of an image or of sound has no token. A negative number stands for it in the text, made of the medium's key and
+the row. So texts, page tables, snapshots and prefix caches know media by what they are, as they know tokens by theirs.
+The number says, too, where the position of the next row is: a text that was restored knows its positions by its
+numbers alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,12 +59,22 @@ def are_mutual(rows: Int32s) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Consecutive rows of one medium. rows: their embeddings, [count, width].
+class Medium:
+    """An image or a sound, or a part of one that is encoded by itself.
 
-    axes: their positions on each axis of M-RoPE, [4, count], in llama.cpp's order (time, y, x, z). Time, y and x count
-    from the position of the medium's first row, z does not. None where the rows have the positions of tokens.
+    key: names it beside others. numbers: stand for its rows in a text, [count], see `numbers_of`. axes: their positions
+    on each axis of M-RoPE, [4, count], in llama.cpp's order (time, y, x, z). Time, y and x count from the position of
+    the medium's first row, z does not. None where the rows have the positions of tokens.
     """
+
+    key: bytes
+    numbers: Int32s
+    axes: Int32s | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive rows of one medium. rows: their embeddings, [count, width]. axes: see `Medium`, [4, count]."""
 
     rows: Floats
     axes: Int32s | None = None
@@ -72,54 +83,66 @@ class Part:
         return Part(self.rows[at], None if self.axes is None else self.axes[:, at])
 
 
+@dataclass(slots=True)
+class _Span:
+    """encode: makes the embeddings, if there are none yet."""
+
+    medium: Medium
+    encode: Callable[[], Floats | None] | None
+    part: Part | None = None
+
+
 class MediaRows:
     """The embeddings of media by their numbers, the least recently used ones dropped beyond `limit` bytes."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
-        self._spans: OrderedDict[bytes, tuple[Int32s, Part]] = OrderedDict()
+        self._spans: OrderedDict[bytes, _Span] = OrderedDict()
         self._places: dict[int, list[tuple[bytes, int]]] = {}
         self._size = 0
         self._fresh: set[bytes] = set()
 
     def begin(self) -> None:
-        """A request begins: the media that are added or found from here on stay until the next one begins."""
+        """A request begins: the media that are expected from here on stay until the next one begins."""
         self._fresh.clear()
+        for key in [key for key, span in self._spans.items() if span.part is None]:
+            self._drop(key)
 
-    def find(self, key: bytes) -> Int32s | None:
-        """The numbers of a medium whose embeddings are kept; None for another one."""
-        span = self._spans.get(key)
-        if span is None:
-            return None
-        self._spans.move_to_end(key)
-        self._fresh.add(key)
-        return span[0]
-
-    def add(
-        self, key: bytes, rows: Floats, axes: Int32s | None = None, size: int = 0, *, mutual: bool = False
-    ) -> Int32s:
-        """Keep the embeddings of a medium, [count, width], and return its numbers, [count].
-
-        axes: see `Part`. size: what follows the medium is so many positions behind its first row, if there are axes.
-        mutual: do its rows see each other? Then there are no axes.
+    def expect(self, medium: Medium, encode: Callable[[], Floats | None] | None) -> None:
+        """A text may have these rows. encode: called when the first of them is read, unless their embeddings are kept;
+        makes them, [count, width], or None if it no longer can. None for what cannot.
         """
-        advances = None if axes is None else np.diff(axes[0], append=np.int32(size))
-        numbers = numbers_of(key, len(rows), advances, mutual=mutual)
-        self._spans[key] = numbers, Part(rows, axes)
-        self._size += rows.nbytes
-        self._fresh.add(key)
-        for row, number in enumerate(numbers.tolist()):
-            self._places.setdefault(number, []).append((key, row))
-        for old in [key for key in self._spans if key not in self._fresh]:
-            if self._size <= self._limit:
-                break
-            self._drop(old)
-        return numbers
+        self._fresh.add(medium.key)
+        if medium.key in self._spans:
+            self._spans.move_to_end(medium.key)
+            return
+        self._spans[medium.key] = _Span(medium, encode)
+        for row, number in enumerate(medium.numbers.tolist()):
+            self._places.setdefault(number, []).append((medium.key, row))
+
+    def keeps(self, key: bytes) -> bool:
+        """Are the embeddings of a medium at hand? From any thread; they may be dropped before a request begins."""
+        span = self._spans.get(key)
+        return span is not None and span.part is not None
+
+    def _filled(self, span: _Span) -> Part | None:
+        """A medium with its embeddings."""
+        if span.part is None:
+            rows = None if span.encode is None else span.encode()
+            if rows is None:
+                return None
+            span.part = Part(rows, span.medium.axes)
+            self._size += rows.nbytes
+            for old in [key for key in self._spans if key not in self._fresh]:
+                if self._size <= self._limit:
+                    break
+                self._drop(old)
+        return span.part
 
     def _drop(self, key: bytes) -> None:
-        numbers, part = self._spans.pop(key)
-        self._size -= part.rows.nbytes
-        for row, number in enumerate(numbers.tolist()):
+        span = self._spans.pop(key)
+        self._size -= 0 if span.part is None else span.part.rows.nbytes
+        for row, number in enumerate(span.medium.numbers.tolist()):
             places = self._places[number]
             places.remove((key, row))
             if not places:
@@ -129,19 +152,23 @@ class MediaRows:
         return number in self._places
 
     def rows(self, before: Int32s, numbers: Int32s) -> Part:
-        """Consecutive rows of one medium.
+        """Consecutive rows of one medium, which is encoded if need be.
 
         before: the text's last number before them, if there is one: two media may share a number, but not two in
-        succession. KVFlashError for a medium that is not kept.
+        succession. KVFlashError for a medium that is not kept, DecodeError if its encoder fails.
         """
         for key, row in self._places.get(int(numbers[0]), ()):
-            known, part = self._spans[key]
+            span = self._spans[key]
+            known = span.medium.numbers
             follows = row == 0 or (len(before) and known[row - 1] == before[-1])
             if follows and np.array_equal(known[row : row + len(numbers)], numbers):
-                return part[row : row + len(numbers)]
+                part = self._filled(span)
+                if part is not None:
+                    return part[row : row + len(numbers)]
+                break
         raise KVFlashError(
-            "an image of this text has to be read again, and its embeddings are not kept any more: send the chat with "
-            "its images again"
+            "an image or a sound of this text has to be read again, and its embeddings are not kept any more: send the "
+            "chat with it again"
         )
 
     def stretches(self, text: Int32s) -> Iterator[int]:
@@ -158,7 +185,7 @@ class MediaRows:
     def _rest(self, numbers: Int32s) -> int:
         """How many of these rows are of the first one's medium; all where it is not known."""
         for key, row in self._places.get(int(numbers[0]), ()):
-            known = self._spans[key][0][row : row + len(numbers)]
+            known = self._spans[key].medium.numbers[row : row + len(numbers)]
             if np.array_equal(known, numbers[: len(known)]):
                 return len(known)
         return len(numbers)

@@ -168,12 +168,16 @@ class Engine:
         rows, shape = media.rows, (self._plan.n_tokens, self.info.n_embd)
         if rows.shape != shape or rows.dtype != np.float32:
             raise EngineError(f"media rows are {rows.dtype} {rows.shape}, the engine reads float32 {shape}")
-        if (media.axes is None) != (self.info.n_pos == 1):
-            raise EngineError(f"media rows for a model with {self.info.n_pos} positions a row")
+        n_pos = self.info.n_pos
+        if media.axes is not None and n_pos == 1:
+            raise EngineError("media rows with 4 positions each for a model with 1: they are of another model")
         data, pos = ffi.from_buffer("float[]", np.ascontiguousarray(rows)), self._keep["pos"]
-        if media.axes is not None:
-            axes = media.axes + (self.pos[0] - media.axes[0, 0])
-            axes[3] = media.axes[3]
+        if n_pos > 1:
+            if media.axes is None:
+                axes = np.tile(self.pos[: len(rows)], (n_pos, 1))
+            else:
+                axes = media.axes + (self.pos[0] - media.axes[0, 0])
+                axes[3] = media.axes[3]
             pos = ffi.from_buffer("int32_t[]", np.ascontiguousarray(axes, np.int32))
         try:
             self._plan.embd, self._plan.pos, self._plan.mutual = data, pos, are_mutual(self.token)

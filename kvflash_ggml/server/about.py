@@ -31,7 +31,7 @@ async def props(front: Front, request: HttpRequest) -> Response:
             "model_alias": front.settings.alias,
             "chat_template": front.prompts.template or "",
             "build_info": f"kvflash_ggml {__version__}",
-            "modalities": {"vision": front.prompts.sees, "audio": False},
+            "modalities": {"vision": front.prompts.sees, "audio": front.prompts.hears},
             **front.prompts.facts,
         }
     )

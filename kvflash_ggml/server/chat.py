@@ -18,7 +18,7 @@ from .chat_answer import ChatAnswer
 from .errors import ApiError
 from .fields import note
 from .front import Front, several
-from .images import IMAGES, MARK, Images
+from .images import IMAGES, MARK, SOUND, Images
 from .schema import ChatRequest, Message, TemplateRequest, ToolChoice, text_of_content
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -217,13 +217,13 @@ def _content(content: str | list[dict[str, Any]] | None, where: str, images: Ima
     texts = []
     for part in content:
         kind = part.get("type")
-        if kind in IMAGES:
+        if kind in IMAGES or kind == SOUND:
             texts.append(images.take(part, where))
             continue
         if kind not in ("text", "input_text", "refusal"):
             raise ApiError(
-                400 if kind == "input_audio" else 501,
-                f"{where}: this server reads text and images, not {str(kind)[:40]!r}",
+                501,
+                f"{where}: this server reads text, images and sound, not {str(kind)[:40]!r}",
                 code="not_text",
                 param=where,
             )

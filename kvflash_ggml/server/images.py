@@ -1,4 +1,4 @@
-"""Images of a request: where they stand in its messages, and their files, within limits."""
+"""Images and sounds of a request: where they stand in its messages, and their files, within limits."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from typing import Any
 
 from ..batching.messages import Image
 from ..errors import ConfigError, HostMemoryError
+from ..media.files import Limits
 from .errors import ApiError
 from .front import Front
 
 MARK = f"<image-{secrets.token_hex(8)}>"
-"""Stands for an image in the text of a message, until the template has made a prompt of it. No client knows it."""
+"""Stands for an image or a sound in the text of a message, until the template has made a prompt. No client knows it."""
 
 IMAGES = ("image_url", "input_image")
 """Types of content parts that have an image."""
+
+SOUND = "input_audio"
+"""The type of content parts that have a sound."""
+
+_FORMATS = ("wav", "mp3", "flac")
 
 _DATA = "data:"
 
@@ -32,32 +38,36 @@ def data_url(kind: Any, data: Any) -> str:
 
 
 class Images:
-    """The images of one request, in the order of its messages."""
+    """The images and sounds of one request, in the order of its messages."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
-        self._files: list[tuple[str, bytes]] = []  # where each stands in the request
+        self._files: list[tuple[str, str, bytes]] = []  # where each stands in the request, and its kind
 
     def take(self, part: dict[str, Any], where: str) -> str:
-        """Take the image of a content part, and return what stands for it in the text. ApiError for one beyond a limit,
-        or that no model here sees.
+        """Take the image or the sound of a content part, and return what stands for it in the text.
+
+        ApiError for one beyond a limit, or of a kind that no model here takes.
         """
-        settings = self._front.settings
-        if not self._front.prompts.sees:
+        settings, prompts = self._front.settings, self._front.prompts
+        sound = part.get("type") == SOUND
+        if not (prompts.hears if sound else prompts.sees):
+            what = ("hears no sound", "sound", "an audio") if sound else ("sees no images", "image", "a vision")
             raise ApiError(
                 400,
-                f"{where}: the model {settings.alias!r} is served for text and sees no images: leave the image out, or "
-                f"add --mmproj FILE where the server is started",
+                f"{where}: the model {settings.alias!r} {what[0]}: leave the {what[1]} out, or add --mmproj FILE where "
+                f"the server is started, a projector with {what[2]} encoder",
                 code="not_text",
                 param=where,
             )
         if len(self._files) == settings.max_images:
-            message = f"{where}: a request may have {settings.max_images} images: --max-images"
+            message = f"{where}: a request may have {settings.max_images} images and sounds: --max-images"
             raise ApiError(400, message, code="too_many_images", param=where)
-        self._files.append((where, self._file(part, where)))
+        kind, data = ("audio", self._sound(part, where)) if sound else ("image", self._image(part, where))
+        self._files.append((where, kind, data))
         return MARK
 
-    def _file(self, part: dict[str, Any], where: str) -> bytes:
+    def _image(self, part: dict[str, Any], where: str) -> bytes:
         given: Any = part.get("image_url")
         url = given.get("url") if isinstance(given, dict) else given
         if not isinstance(url, str) or not url.startswith(_DATA):
@@ -69,38 +79,50 @@ class Images:
                 param=where,
             )
         head, _, text = url.partition(",")
+        expected = "an image is no data URL in base64, as data:image/png;base64,..."
+        return self._file(text if head.endswith(";base64") else None, where, expected, "image")
+
+    def _sound(self, part: dict[str, Any], where: str) -> bytes:
+        given: Any = part.get(SOUND)
+        sound = given if isinstance(given, dict) else {}
+        if sound.get("format", "wav") not in _FORMATS:
+            message = f"{where}: a sound is {str(sound['format'])[:40]!r}: send it as wav, mp3 or flac"
+            raise ApiError(400, message, code="invalid_audio", param=where)
+        return self._file(sound.get("data"), where, "a sound comes with the request, as data in base64", "audio")
+
+    def _file(self, text: Any, where: str, expected: str, kind: str) -> bytes:
+        """The bytes of a file that has come as base64. kind: image or audio."""
         most = self._front.settings.max_image_bytes
-        if len(text) // 4 * 3 - 2 > most:
-            message = (
-                f"{where}: an image has about {len(text) // 4 * 3} bytes, and {most} is the most: --max-image-size"
-            )
-            raise ApiError(400, message, code="image_too_large", param=where)
+        if isinstance(text, str) and len(text) // 4 * 3 - 2 > most:
+            message = f"{where}: a file has about {len(text) // 4 * 3} bytes, and {most} is the most: --max-image-size"
+            raise ApiError(400, message, code=f"{kind}_too_large", param=where)
         try:
-            if not head.endswith(";base64"):
+            if not isinstance(text, str):
                 raise ValueError
             return base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError):
-            message = f"{where}: an image is no data URL in base64, as data:image/png;base64,..."
-            raise ApiError(400, message, code="invalid_image", param=where) from None
+            raise ApiError(400, f"{where}: {expected}", code=f"invalid_{kind}", param=where) from None
 
     def tokens(self, prompt: str) -> tuple[list[int], tuple[Image, ...]]:
-        """The tokens of a prompt, with those that stand for its images, and the images. On a thread of the front's.
+        """The tokens of a prompt, with those that stand for its media, and these. On a thread of the front's.
 
-        ApiError for an image that cannot be read, or that the template leaves out.
+        ApiError for an image or a sound that cannot be read, or that the template leaves out.
         """
-        prompts = self._front.prompts
+        prompts, settings = self._front.prompts, self._front.settings
         if not self._files:
             return prompts.tokenize(prompt, add_special=True, parse_special=True), ()
         first, *texts = prompt.split(MARK)
         if len(texts) != len(self._files):
-            message = f"the chat template writes {len(texts)} of {len(self._files)} images: send them in user messages"
+            written = f"{len(texts)} of {len(self._files)} images and sounds"
+            message = f"the chat template writes {written}: send them in user messages"
             raise ApiError(400, message, code="invalid_image", param="messages")
         tokens, seen = prompts.tokenize(first, add_special=True, parse_special=True), []
-        for (where, data), text in zip(self._files, texts, strict=True):
+        limits = Limits(settings.max_image_pixels, settings.max_audio_seconds)
+        for (where, kind, data), text in zip(self._files, texts, strict=True):
             try:
-                image = prompts.see(data, most=self._front.settings.max_image_pixels)
+                image = prompts.see(data, limits)
             except ConfigError as err:
-                raise ApiError(400, f"{where}: {err}", code="invalid_image", param=where) from None
+                raise ApiError(400, f"{where}: {err}", code=f"invalid_{kind}", param=where) from None
             except HostMemoryError as err:
                 raise ApiError(503, str(err), code="images_wait", retry_after_s=5) from None
             seen.append(image)

@@ -12,6 +12,7 @@ from ..batching.messages import Image
 from ..chat.reader import Rendered
 from ..chat.values import ChatInput, Grammar
 from ..errors import ConfigError, ContextFull
+from ..media.files import Limits
 from . import schemas
 
 if TYPE_CHECKING:
@@ -48,9 +49,10 @@ class Prompts(Protocol):
 
     template: str | None
     sees: bool
+    hears: bool
 
-    def see(self, data: bytes, *, most: int) -> Image:
-        """The image in a file. most: pixels. ConfigError if it cannot be read, HostMemoryError while too many wait."""
+    def see(self, data: bytes, limits: Limits) -> Image:
+        """The image or sound in a file. ConfigError if it cannot be read, HostMemoryError while too many wait."""
         ...
 
     def chat(self, asked: ChatInput) -> Rendered:
@@ -145,16 +147,17 @@ class LlamaPrompts:
         if not {"pre", "suf", "mid"} <= set(self.gap):
             self.gap = {}
         self._images = image_reader_of(llm)
-        self.sees = self._images is not None
+        self.sees = self._images is not None and self._images.encoder.sees
+        self.hears = self._images is not None and self._images.encoder.hears
         self._checked = lru_cache(CHECKED)(self._check_grammar)
 
     @property
     def n_vocab(self) -> int:
         return self._llm.n_vocab()
 
-    def see(self, data: bytes, *, most: int) -> Image:
+    def see(self, data: bytes, limits: Limits) -> Image:
         assert self._images is not None
-        return self._images.read(data, most=most)
+        return self._images.read(data, limits)
 
     def chat(self, asked: ChatInput) -> Rendered:
         if self._chat is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .. import notation
 from ..batching.messages import Sampling
-from ..media.images import MOST_PIXELS
+from ..media.files import Limits
 from ..settings import in_section
 
 _net = in_section("Network")
@@ -72,13 +72,16 @@ class ServerSettings:
         notation.size, default=32 << 20, metavar="SIZE", shown=False,
         help="Size of a request at most; a larger one gets 413.  [default: 32M]",
     )  # fmt: skip
-    max_images: int = _limits(int, least=1, default=16, metavar="N", help="Images of a request at most.")
+    max_images: int = _limits(int, least=1, default=16, metavar="N", help="Images and sounds of a request at most.")
     max_image_bytes: int = _limits(
         notation.size, "--max-image-size", default=10 << 20, metavar="SIZE", shown=False,
-        help="Size of an image's file at most.  [default: 10M]",
+        help="Size of a file of an image or a sound at most.  [default: 10M]",
     )  # fmt: skip
     max_image_pixels: int = _limits(
-        int, least=1, most=1 << 28, default=MOST_PIXELS, metavar="N", help="Pixels of an image at most."
+        int, least=1, most=1 << 28, default=Limits().pixels, metavar="N", help="Pixels of an image at most."
+    )
+    max_audio_seconds: int = _limits(
+        int, least=1, most=1 << 14, default=Limits().seconds, metavar="N", help="Seconds of a sound at most."
     )
     default_tokens: int = _limits(
         int, "-n", "--max-tokens-default", "--predict", "--n-predict", least=1, default=4096,

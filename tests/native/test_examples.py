@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.harness import MODELS, TEXT
+from support.sounds import wav
 from support.vision import png, write_projector
 
 REPO = Path(__file__).parents[2]
@@ -32,7 +33,8 @@ def test_an_example_runs(example: str, tmp_path: Path, monkeypatch: pytest.Monke
     shutil.copy(MODELS / "recall-qwen3-q8_0.gguf", tmp_path / "model.gguf")
     (tmp_path / "book.txt").write_bytes(TEXT.read_bytes()[:16_000])  # some 5,000 tokens
     if "mmproj.gguf" in example:
-        write_projector(tmp_path / "mmproj.gguf", 256)
+        write_projector(tmp_path / "mmproj.gguf", 256, hears=True)
+        (tmp_path / "speech.wav").write_bytes(wav(50))
         (tmp_path / "photo.png").write_bytes(base64.b64decode(png((250, 20, 20)).partition(",")[2]))
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from support.asgi import Client
 from support.fake_server import Server
 from support.harness import MODELS, TEXT
+from support.sounds import wav
 from support.vision import JPEGS, ROWS, png, write_mrope, write_projector
 
 from kvflash_ggml import KVFlashConfig, Llama
@@ -24,7 +26,7 @@ RED, BLUE, GREEN = (png(colour) for colour in ((250, 20, 20), (10, 30, 240), (10
 
 @pytest.fixture(scope="module")
 def projector(tmp_path_factory: pytest.TempPathFactory, loaded: None) -> Path:
-    return write_projector(tmp_path_factory.mktemp("images") / "mmproj.gguf", 256)
+    return write_projector(tmp_path_factory.mktemp("images") / "mmproj.gguf", 256, hears=True)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +157,7 @@ def test_conversations_with_images_are_put_aside_and_resumed(
     first = serving(projector, in_turns, folder=tmp_path, **small)
     second = serving(projector, later, folder=tmp_path, **small)
     assert list(zip(first, second, strict=True)) == wanted
-    assert len(encoded) == 6
+    assert len(encoded) == 4, "what the pages of a conversation hold is not encoded again"
     for chat in chats:
         assert chat.prompts[0] > ROWS + 256
         assert chat.read[0] == chat.prompts[0]
@@ -190,6 +192,52 @@ def test_a_file_that_is_no_image_costs_one_request(projector: Path, encoded: lis
     assert len(encoded) == 1
 
 
+def test_sound_is_heard_once_and_a_hostile_one_costs_one_request(projector: Path, encoded: list[int]) -> None:
+    """Beside an image; and it is another sound if one sample is another."""
+    good = wav(80)
+    text, photo = {"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {"url": RED}}
+
+    def sound(data: bytes, format: str = "wav") -> dict[str, Any]:
+        return {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": format}}
+
+    async def work(client: Client) -> list[Any]:
+        async def ask(*parts: dict[str, Any]) -> Any:
+            asked = {"messages": [{"role": "user", "content": [*parts, text]}], "temperature": 0, "max_tokens": 4}
+            return await client.post("/v1/chat/completions", asked)
+
+        first = await ask(photo, sound(good))
+        assert first.status == 200, first.message
+        assert first.json["usage"]["prompt_tokens"] > ROWS + 80
+        assert len(encoded) == 2
+        for bad in (good[:40], b"fLaC" + bytes(50), b"\xff\xfb" + bytes(90), b"ID3" + good):
+            reply = await ask(sound(bad))
+            assert (reply.status, reply.json["error"]["code"]) == (400, "invalid_audio"), reply.body
+            assert "cannot be decoded" in reply.message
+        again = await ask(photo, sound(good))
+        assert len(encoded) == 2
+        assert (await ask(photo, sound(good[:-1] + b"\1"))).status == 200
+        assert len(encoded) == 3
+        return [first.json["choices"][0], again.json["choices"][0]]
+
+    first, again = serving(projector, work)
+    assert first == again
+
+
+def test_a_model_that_hears_nothing_says_what_to_load(merger: Path) -> None:
+    async def work(client: Client) -> Any:
+        part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(wav(5)).decode(), "format": "wav"}}
+        told = await client.get("/props")
+        return told, await client.post(
+            "/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
+        )
+
+    told, reply = serving(merger, work)
+    assert told.json["modalities"] == {"vision": True, "audio": False}
+    assert reply.status == 400
+    assert "hears no sound: leave the sound out, or add --mmproj FILE" in reply.message
+    assert "with an audio encoder" in reply.message
+
+
 def test_images_that_were_dropped_are_read_again(
     projector: Path, encoded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,8 +269,6 @@ def test_too_many_images_wait(projector: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_photo_is_read(projector: Path) -> None:
-    import base64
-
     url = "data:image/jpeg;base64," + base64.b64encode(JPEGS[1]).decode()
 
     async def work(client: Client) -> int:

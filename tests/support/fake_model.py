@@ -18,6 +18,7 @@ from kvflash_ggml.chat.reader import AnswerReader, Parsed, ParsedCall, Rendered,
 from kvflash_ggml.chat.values import ChatInput, Grammar
 from kvflash_ggml.chat.words import CLOSE, OPEN, in_words, plain_call
 from kvflash_ggml.errors import ConfigError, SnapshotError
+from kvflash_ggml.media.files import Limits
 from kvflash_ggml.policy.qk import Reason
 from kvflash_ggml.store.swapped import SwappedText
 from kvflash_ggml.store.texts import usable
@@ -298,7 +299,9 @@ class FakePrompts:
 
     template: str | None = TEMPLATE
     sees: bool = False
+    hears: bool = False
     seen: list[bytes] = field(default_factory=list)
+    limits: Limits | None = None
     rendered: list[list[dict[str, Any]]] = field(default_factory=list)
     gap: dict[str, int] = field(default_factory=dict)
 
@@ -328,11 +331,12 @@ class FakePrompts:
     def preserved(self, texts: Sequence[str]) -> dict[int, bytes]:
         return {}
 
-    def see(self, data: bytes, *, most: int) -> FakeImage:
-        """An image of as many rows as its file has bytes."""
+    def see(self, data: bytes, limits: Limits) -> FakeImage:
+        """An image or a sound of as many rows as its file has bytes."""
         if data == b"bad":
             raise ConfigError("an image of 3 bytes cannot be decoded")
         self.seen.append(data)
+        self.limits = limits
         return FakeImage((60, *(-1 - byte for byte in data), 62))
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:

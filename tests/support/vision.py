@@ -10,6 +10,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from .sounds import FRAME
+
 SIDE, PATCH, WIDTH = 168, 14, 32
 """Pixels of an image's side and of a patch's, and the width of the image encoder."""
 ROWS = (SIDE // PATCH) ** 2
@@ -19,17 +21,42 @@ WIDE = (12, 11)
 WIDE_PIXELS = (WIDE[0] * 2 * PATCH, WIDE[1] * 2 * PATCH)
 
 
-def write_projector(path: Path, n_embd: int, kind: str = "mlp") -> Path:
-    """A CLIP encoder of two layers and a projector.
+def write_projector(path: Path, n_embd: int, kind: str = "mlp", *, hears: bool = False) -> Path:
+    """A CLIP encoder of two layers and a projector, and one of sound beside it where it hears.
 
     kind: "mlp", as LLaVA has it: an image is (SIDE / PATCH)^2 embeddings. "qwen2vl_merger": it has its own size, and
-    2 * 2 patches are one embedding. "gemma3": as many as "mlp", and the text model sees them as a whole.
+    2 * 2 patches are one embedding. "gemma3": as many as "mlp", and the text model sees them as a whole. "blind": none
+    of images. Sound is one embedding for 640 samples at 16,000 Hz, as Gemma 4's larger models have it.
     """
+    writer = gguf.GGUFWriter(path, "clip")
+    shapes: dict[str, tuple[int, ...]] = {}
+    if kind != "blind":
+        shapes |= _image_encoder(writer, n_embd, kind)
+    if hears:
+        writer.add_bool("clip.has_audio_encoder", True)
+        writer.add_string("clip.audio.projector_type", "gemma4ua")
+        numbers = {"embedding_length": FRAME, "feed_forward_length": FRAME, "projection_dim": n_embd, "block_count": 0,
+                   "attention.head_count": 1, "num_mel_bins": FRAME}  # fmt: skip
+        for name, number in numbers.items():
+            writer.add_uint32(f"clip.audio.{name}", number)
+        writer.add_float32("clip.audio.attention.layer_norm_epsilon", 1e-6)
+        shapes["mm.a.input_projection.weight"] = (n_embd, FRAME)
+    rng = np.random.default_rng(0)
+    for name, shape in shapes.items():
+        writer.add_tensor(name, rng.normal(0, 0.3, shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _image_encoder(writer: gguf.GGUFWriter, n_embd: int, kind: str) -> dict[str, tuple[int, ...]]:
+    """Write the numbers of an encoder of images; the shapes of its tensors."""
     merger = kind == "qwen2vl_merger"
     patches = 4 if merger else 1  # of one embedding
-    writer = gguf.GGUFWriter(path, "clip")
     writer.add_bool("clip.has_vision_encoder", True)
-    writer.add_string("clip.projector_type", kind)
+    writer.add_string("clip.vision.projector_type", kind)
     numbers = {"image_size": SIDE, "patch_size": PATCH, "embedding_length": WIDTH, "feed_forward_length": 2 * WIDTH,
                "projection_dim": n_embd, "block_count": 2, "attention.head_count": 2}  # fmt: skip
     for name, number in numbers.items():
@@ -55,14 +82,7 @@ def write_projector(path: Path, n_embd: int, kind: str = "mlp") -> Path:
         shapes |= {f"{block}.attn_{name}.bias": (WIDTH,) for name in ("q", "k", "v") if merger}
         shapes |= {f"{block}.{name}.{part}": (WIDTH,) for name in ("ln1", "ln2") for part in ("weight", "bias")}
         shapes |= {f"{block}.ffn_up.weight": (2 * WIDTH, WIDTH), f"{block}.ffn_down.weight": (WIDTH, 2 * WIDTH)}
-    rng = np.random.default_rng(0)
-    for name, shape in shapes.items():
-        writer.add_tensor(name, rng.normal(0, 0.3, shape).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return shapes
 
 
 JPEGS = [

@@ -698,19 +698,25 @@ print("numpy" in sys.modules)
     assert done.stdout.endswith("False\n")
 
 
-def test_images_come_before_the_prompt(cli: Stage, tmp_path: Path, terminal: None) -> None:
-    one, other = tmp_path / "a.png", tmp_path / "b.png"
+SOUND = b"RIFF\0\0\0\0WAVE"
+
+
+def test_images_and_sounds_come_before_the_prompt(cli: Stage, tmp_path: Path, terminal: None) -> None:
+    one, other, sound = tmp_path / "a.png", tmp_path / "b.png", tmp_path / "c.wav"
     one.write_bytes(b"\1")
     other.write_bytes(b"\2")
+    sound.write_bytes(SOUND)
     urls = ["data:image;base64,AQ==", "data:image;base64,Ag=="]
-    asked = ["m.gguf", "--mmproj", one, "--image", one, "--image", other, "-p", "What?"]
+    asked = ["m.gguf", "--mmproj", one, "--audio", sound, "--image", one, "--image", other, "-p", "What?"]
     assert cli(*asked, "--kvflash", "1024").exit_code == 0
     assert cli.settings["mmproj"] == one
     (message,) = cli.request
-    assert [part["image_url"]["url"] for part in message["content"][:-1]] == urls
+    assert [part["image_url"]["url"] for part in message["content"][:2]] == urls
+    assert message["content"][2] == {"type": "input_audio", "input_audio": {"data": "UklGRgAAAABXQVZF"}}
     assert message["content"][-1] == {"type": "text", "text": "What?"}
     for refused, why in (
-        (["m.gguf", "--image", one, "-p", "What?"], "add --mmproj FILE"),
+        (["m.gguf", "--image", one, "-p", "What?"], "--image needs the model's projector"),
+        (["m.gguf", "--audio", sound, "-p", "What?"], "--audio needs the model's projector"),
         ([*asked, "-no-cnv"], "leave out -no-cnv"),
     ):
         result = cli(*refused)
@@ -728,4 +734,7 @@ def test_a_chat_takes_an_image(cli: Stage, tmp_path: Path) -> None:
     assert f"{image}: put before your next message" in result.stderr
     assert "nowhere is no file" in result.stderr
     assert "usage: /image FILE" in result.stderr
+    image.write_bytes(SOUND)
+    cli("m.gguf", "-cnv", "--mmproj", image, stdin=f"/audio '{image}'\nwho?\n")
+    assert [part["type"] for part in cli.made[-1].requests[-1][0][0]["content"]] == ["input_audio", "text"]
     assert "--mmproj FILE" in cli("m.gguf", "-cnv", stdin=f"/image '{image}'\n").stderr

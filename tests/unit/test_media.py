@@ -9,7 +9,7 @@ from support.saving import Digest
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import KVFlashError, PoolExhausted, SnapshotError
-from kvflash_ggml.media.rows import MOST, MediaRows, advances_of, numbers_of
+from kvflash_ggml.media.rows import MOST, MediaRows, Medium, advances_of, numbers_of
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.restore import load, state
 
@@ -18,6 +18,14 @@ NONE = np.empty(0, np.int32)
 
 def rows(count: int, start: float = 0.0) -> np.ndarray:
     return np.arange(start, start + 2 * count, dtype=np.float32).reshape(count, 2)
+
+
+def add(media: MediaRows, key: bytes, made: np.ndarray, *, mutual: bool = False) -> np.ndarray:
+    """The numbers of a medium whose embeddings are kept."""
+    medium = Medium(key, numbers_of(key, len(made), mutual=mutual))
+    media.expect(medium, lambda: made)
+    media.rows(NONE, medium.numbers[:1])
+    return medium.numbers
 
 
 def test_numbers_are_negative_and_those_of_the_key() -> None:
@@ -42,17 +50,17 @@ def test_numbers_tell_how_positions_go_on() -> None:
 
 def test_any_part_of_a_medium_is_found() -> None:
     media = MediaRows()
-    a, b = media.add(b"a", rows(9)), media.add(b"b", rows(5, 100))
+    a, b = add(media, b"a", rows(9)), add(media, b"b", rows(5, 100))
     assert np.array_equal(media.rows(NONE, a).rows, rows(9))
     assert np.array_equal(media.rows(a[2:3], a[3:7]).rows, rows(9)[3:7])
     assert np.array_equal(media.rows(a[-1:], b[:1]).rows, rows(5, 100)[:1])
-    with pytest.raises(KVFlashError, match="images again"):
+    with pytest.raises(KVFlashError, match="send the chat with it again"):
         media.rows(NONE, numbers_of(b"c", 2))
 
 
 def test_a_number_of_two_media_is_told_apart_by_the_one_before_it() -> None:
     media = MediaRows()
-    a, b = media.add(b"a", rows(3)), media.add(b"b", rows(3, 100))
+    a, b = add(media, b"a", rows(3)), add(media, b"b", rows(3, 100))
     b[1] = a[1]  # the array that is kept
     media._places[int(a[1])].append((b"b", 1))
     assert np.array_equal(media.rows(a[:1], a[1:2]).rows, rows(3)[1:2])
@@ -61,20 +69,44 @@ def test_a_number_of_two_media_is_told_apart_by_the_one_before_it() -> None:
 
 def test_the_oldest_leave_but_none_of_the_newest_request() -> None:
     media = MediaRows(limit=2 * rows(4).nbytes)
-    a, b = media.add(b"a", rows(4)), media.add(b"b", rows(4))
+    a, b = add(media, b"a", rows(4)), add(media, b"b", rows(4))
     media.begin()
-    assert media.find(b"a") is not None
-    media.add(b"c", rows(4))
-    assert media.find(b"b") is None
+    media.expect(Medium(b"a", a), None)
+    add(media, b"c", rows(4))
+    assert not media.keeps(b"b")
     assert int(b[0]) not in media
     assert int(a[0]) in media
-    media.add(b"d", rows(4))
-    assert media.find(b"a") is not None, "of the same request, though there is no room"
+    add(media, b"d", rows(4))
+    assert media.keeps(b"a"), "of the same request, though there is no room"
+
+
+def test_a_medium_is_encoded_when_it_is_read() -> None:
+    """Once, and only while its request lasts."""
+    media, made = MediaRows(), []
+    medium = Medium(b"a", numbers_of(b"a", 3))
+
+    def encode() -> np.ndarray:
+        made.append(1)
+        return rows(3)
+
+    media.expect(medium, encode)
+    assert (int(medium.numbers[0]) in media, media.keeps(b"a"), made) == (True, False, [])
+    media.begin()
+    assert int(medium.numbers[0]) not in media, "another request does not know it"
+    media.expect(medium, encode)
+    for _ in range(2):
+        assert np.array_equal(media.rows(medium.numbers[:1], medium.numbers[1:]).rows, rows(3)[1:])
+        media.begin()
+    assert (media.keeps(b"a"), made) == (True, [1])
+    gone = Medium(b"b", numbers_of(b"b", 2))
+    media.expect(gone, lambda: None)
+    with pytest.raises(KVFlashError, match="send the chat with it again"):
+        media.rows(NONE, gone.numbers)
 
 
 def test_where_media_end() -> None:
     media = MediaRows()
-    a, b, text = media.add(b"a", rows(3)), media.add(b"b", rows(2)), np.array([7, 8], np.int32)
+    a, b, text = add(media, b"a", rows(3)), add(media, b"b", rows(2)), np.array([7, 8], np.int32)
     unknown = numbers_of(b"c", 4)
     assert list(media.stretches(np.concatenate([text, a, b, text]))) == [2, 5, 7, 9]
     assert list(media.stretches(np.concatenate([a[1:], text]))) == [2, 4]
@@ -86,7 +118,7 @@ def test_a_step_has_tokens_or_media(scored: bool) -> None:
     """Also of a text that is cut within an image, and whose prompt ends a few tokens behind one."""
     engine, scorer = FakeEngine(448, 100, query_rows=4), Digest() if scored else None
     session = make_session(engine, KVFlashConfig(tail=2), n_ctx=4096, n_batch=100, n_ubatch=100, scorer=scorer)
-    image = session.pool.media.add(b"a", rows(300))
+    image = add(session.pool.media, b"a", rows(300))
     words = np.arange(1, 71, dtype=np.int32)
     for part in (words, np.concatenate([words, image, image, words[:9]]), image):
         extend(session, part)  # FakeEngine refuses what is mixed
@@ -104,7 +136,7 @@ def test_rows_that_see_each_other_are_of_one_step(stage: int) -> None:
     engine, scorer = FakeEngine(448, 200, query_rows=4), Digest()
     size = {"n_ctx": 4096, "n_batch": 200, "n_ubatch": 190, "scorer": scorer, "stage": stage}
     session = make_session(engine, KVFlashConfig(tail=2), **size)
-    image = session.pool.media.add(b"a", rows(180), mutual=True)
+    image = add(session.pool.media, b"a", rows(180), mutual=True)
     assert np.array_equal(advances_of(image), np.ones(180))
     words = np.arange(1, 701, dtype=np.int32)
     for before in (words[:60], words, words[:190]):
@@ -119,7 +151,7 @@ def test_rows_that_see_each_other_are_of_one_step(stage: int) -> None:
 def test_rows_that_see_each_other_are_refused_where_a_pool_is_too_small() -> None:
     session = make_session(FakeEngine(448, 400), KVFlashConfig(tail=2), n_ctx=4096, n_batch=400, n_ubatch=400)
     extend(session, np.arange(1, 500, dtype=np.int32))
-    image = session.pool.media.add(b"a", rows(390), mutual=True)
+    image = add(session.pool.media, b"a", rows(390), mutual=True)
     with pytest.raises(PoolExhausted, match="use a larger pool"):
         extend(session, image)
     assert session.length == 499

@@ -12,6 +12,7 @@ from support.fake_model import FakeModel, FakePrompts, FakeStep
 from support.fake_server import Server
 
 from kvflash_ggml.batching.messages import Request
+from kvflash_ggml.media.files import Limits
 
 FILES = [b"\1\2\3", b"\4\5"]
 """The fake has a row for each byte, and a mark before and behind them."""
@@ -175,12 +176,58 @@ def test_an_image_that_is_refused_is_an_error_of_its_request(url: Any, code: str
     assert read(one) == [""]
 
 
+def said_aloud(data: Any, format: Any = "wav") -> dict[str, Any]:
+    return {"type": "input_audio", "input_audio": {"data": data, "format": format}}
+
+
+def test_a_sound_stands_where_it_was_sent() -> None:
+    one = Server(Model(), FakePrompts(sees=True, hears=True), max_image_pixels=7, max_audio_seconds=5)
+    reply = chat(one, user(said("a"), said_aloud(CODED[1], "mp3"), photo(URLS[0]), said("b")))
+    assert reply.status == 200, reply.message
+    assert read(one)[:3] == ["user: a<", ROWS[1][1], ""]
+    assert read(one)[4] == "><"
+    assert one.prompts.seen == [FILES[1], FILES[0]]
+    assert one.prompts.limits == Limits(pixels=7, seconds=5)
+
+
+@pytest.mark.parametrize(
+    ("part", "code", "why"),
+    [
+        (said_aloud(CODED[0], "opus"), "invalid_audio", "a sound is 'opus': send it as wav, mp3 or flac"),
+        (said_aloud(CODED[0], []), "invalid_audio", "a sound is '[]'"),
+        (said_aloud("a?c="), "invalid_audio", "as data in base64"),
+        (said_aloud(7), "invalid_audio", "as data in base64"),
+        ({"type": "input_audio", "input_audio": "A"}, "invalid_audio", "as data in base64"),
+        (said_aloud("A" * 44), "audio_too_large", "about 33 bytes, and 24 is the most: --max-image-size"),
+        (said_aloud(base64.b64encode(b"bad").decode()), "invalid_audio", "3 bytes cannot be decoded"),
+    ],
+)
+def test_a_sound_that_is_refused_is_an_error_of_its_request(part: Any, code: str, why: str) -> None:
+    one = Server(Model(), FakePrompts(hears=True), max_image_bytes=24)
+    reply = chat(one, user(said("a")), user(part))
+    assert (reply.status, reply.json["error"]["code"]) == (400, code)
+    assert why in reply.message
+    assert "messages.1.content" in reply.message
+    assert read(one) == [""]
+
+
+def test_a_projector_may_take_one_kind_alone() -> None:
+    for taken, refused, why, prompts in (
+        (said_aloud(CODED[0]), photo(URLS[0]), "a vision encoder", FakePrompts(hears=True)),
+        (photo(URLS[0]), said_aloud(CODED[0]), "an audio encoder", FakePrompts(sees=True)),
+    ):
+        assert chat(Server(Model(), prompts), user(taken)).status == 200
+        reply = chat(Server(Model(), prompts), user(refused))
+        assert (reply.status, reply.json["error"]["code"]) == (400, "not_text")
+        assert f"add --mmproj FILE where the server is started, a projector with {why}" in reply.message
+
+
 def test_a_request_has_so_many_images() -> None:
     parts = [photo(URLS[0])] * 3
     assert chat(server(max_images=3), user(*parts)).status == 200
     reply = chat(server(max_images=2), user(*parts))
     assert (reply.status, reply.json["error"]["code"]) == (400, "too_many_images")
-    assert "2 images: --max-images" in reply.message
+    assert "2 images and sounds: --max-images" in reply.message
 
 
 def test_a_template_that_leaves_an_image_out_is_told() -> None:
@@ -188,7 +235,7 @@ def test_a_template_that_leaves_an_image_out_is_told() -> None:
     one.prompts.chat = lambda asked: FakePrompts.chat(FakePrompts(), type(asked)(messages=asked.messages[1:]))  # type: ignore[method-assign]
     reply = chat(one, user(photo(URLS[0])), user(said("b")))
     assert reply.status == 400
-    assert "writes 0 of 1 images" in reply.message
+    assert "writes 0 of 1 images and sounds" in reply.message
 
 
 def test_the_text_of_a_chat_has_llama_cpps_mark() -> None:
@@ -201,3 +248,5 @@ def test_the_text_of_a_chat_has_llama_cpps_mark() -> None:
 def test_clients_are_told_whether_it_sees() -> None:
     assert server().get("/props").json["modalities"] == {"vision": True, "audio": False}
     assert Server().get("/props").json["modalities"]["vision"] is False
+    hearing = Server(Model(), FakePrompts(hears=True))
+    assert hearing.get("/props").json["modalities"] == {"vision": False, "audio": True}

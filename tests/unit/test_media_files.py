@@ -1,4 +1,4 @@
-"""What becomes of an image that ends, keeps or takes over the program that decodes it."""
+"""What becomes of a file that ends, keeps or takes over the program that decodes it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvflash_ggml.errors import ConfigError, KVFlashError
-from kvflash_ggml.media import decoder, images
+from kvflash_ggml.media import decoder, files
+
+WAV = b"RIFF\0\0\0\0WAVE"
 
 
-def decode(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str, *, most: int = 100) -> images.Pixels:
-    """The pixels of an image that makes the decoder run `program`."""
+def decode(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, program: str, *, data: bytes = b"image", most: int = 100
+) -> Any:
+    """What is in a file that makes the decoder run `program`. most: pixels, or samples."""
     file = folder / "program.py"
     file.write_text(f"import os, sys, time\n{program}\n")
-    monkeypatch.setattr(images, "_PROGRAM", file)
-    return images.decode(b"image", "libmtmd.so", most=most)
+    monkeypatch.setattr(files, "_PROGRAM", file)
+    return files.decode(data, "libmtmd.so", limits=files.Limits(pixels=most, seconds=most // 10), rate=10)
 
 
 def writes(width: int, height: int, count: int) -> str:
@@ -34,7 +39,11 @@ def test_it_is_told_its_file_and_its_bounds(monkeypatch: pytest.MonkeyPatch, tmp
     seen = f"open({str(told)!r}, 'w').write(repr((sys.stdin.read(), sys.argv[1:], 'KVFLASH_API_KEY' in os.environ)))"
     pixels = decode(monkeypatch, tmp_path, f"{seen}\n{writes(4, 5, 60)}")
     assert (pixels.width, pixels.height, pixels.data) == (4, 5, bytes(60))
-    assert told.read_text() == repr(("image", ["libmtmd.so", "10", str(2400 + (64 << 20))], False))
+    bounds = ["libmtmd.so", "10", str(2400 + (64 << 20))]
+    assert told.read_text() == repr(("image", [*bounds, "0"], False))
+    sound = decode(monkeypatch, tmp_path, f"{seen}\n{writes(100, 1, 400)}", data=WAV)
+    assert sound == files.Sound(100, bytes(400))
+    assert told.read_text() == repr((WAV.decode(), [*bounds, "10"], False))
 
 
 @pytest.mark.parametrize(
@@ -55,6 +64,30 @@ def test_what_is_no_image_is_refused(program: str, why: str, monkeypatch: pytest
         decode(monkeypatch, tmp_path, program)
 
 
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("os.abort()", "a sound of 12 bytes cannot be decoded: it is damaged, empty, or far longer than 10 seconds"),
+        (writes(0, 1, 0), "cannot be decoded"),
+        (writes(20, 1, 79), "cannot be decoded"),
+        (writes(20, 2, 80), "cannot be decoded"),
+        (writes(115, 1, 460), "a sound has 12 seconds, and 10 is the most: cut it into parts"),
+        (f"{writes(20, 1, 0)}\nwhile True: sys.stdout.buffer.write(bytes(99999))", "cannot be decoded"),
+    ],
+)
+def test_what_is_no_sound_is_refused(program: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=why):
+        decode(monkeypatch, tmp_path, program, data=WAV)
+
+
+def test_sound_is_told_by_how_it_begins() -> None:
+    rest = bytes(12)
+    assert all(files.is_sound(head + rest) for head in (WAV, b"ID3", b"\xff\xfb", b"\xff\xe0", b"fLaC"))
+    images = (b"\xff\xd8\xff\xe0", b"\x89PNG", b"RIFF\0\0\0\0WEBP", b"GIF89a", b"")
+    assert not any(files.is_sound(head + rest) for head in images)
+    assert not files.is_sound(WAV[:11])
+
+
 def test_a_strip_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert decode(monkeypatch, tmp_path, writes(200, 1, 600), most=1000).width == 200
     with pytest.raises(ConfigError, match="201 x 1 pixels, and one side may be 200 times the other"):
@@ -62,7 +95,7 @@ def test_a_strip_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def test_one_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(images, "SECONDS", 0.2)
+    monkeypatch.setattr(files, "SECONDS", 0.2)
     number = tmp_path / "number"
     stays = f"open({str(number)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
     began = time.monotonic()
@@ -76,7 +109,7 @@ def test_one_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_a_decoder_that_is_not_there_is_no_damaged_image(tmp_path: Path) -> None:
     with pytest.raises(KVFlashError, match="cannot be loaded by a process of its own"):
-        images.decode(b"image", tmp_path / "libmtmd.so")
+        files.decode(b"image", tmp_path / "libmtmd.so")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps to the bounds")

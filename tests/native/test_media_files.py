@@ -1,4 +1,4 @@
-"""Image files that strangers send: decoded as upstream does, in a process that they may end."""
+"""Files that strangers send: decoded as upstream does, in a process that they may end."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import ctypes
 import random
 
 import pytest
+from support.sounds import flac, mp3, wav
 from support.vision import JPEGS, png
 
 from kvflash_ggml.errors import ConfigError
-from kvflash_ggml.media import images
+from kvflash_ggml.media import files
 from kvflash_ggml.native import library
 
 PNG = base64.b64decode(png((250, 20, 20)).partition(",")[2])
@@ -34,7 +35,7 @@ def test_pixels_are_upstreams(data: bytes, libmtmd: str) -> None:
     width, height = mtmd_cpp.mtmd_bitmap_get_nx(bitmap), mtmd_cpp.mtmd_bitmap_get_ny(bitmap)
     theirs = bytes(mtmd_cpp.mtmd_bitmap_get_data(bitmap)[: 3 * width * height])
     mtmd_cpp.mtmd_bitmap_free(bitmap)
-    assert images.decode(data, libmtmd) == images.Pixels(width, height, theirs)
+    assert files.decode(data, libmtmd) == files.Pixels(width, height, theirs)
     assert len(set(theirs)) > 1
 
 
@@ -42,26 +43,47 @@ def test_one_that_unpacks_without_end_is_refused(libmtmd: str) -> None:
     """60,000 x 60,000 pixels in a few bytes: its process has no memory for them."""
     bomb = PNG[:16] + (60_000).to_bytes(4, "big") * 2 + PNG[24:]
     with pytest.raises(ConfigError, match="cannot be decoded"):
-        images.decode(bomb, libmtmd)
+        files.decode(bomb, libmtmd)
 
 
-def test_sound_without_a_model_is_refused(libmtmd: str) -> None:
-    """Upstream asks the model how it listens, and there is none: that ends the decoder."""
-    with pytest.raises(ConfigError, match="cannot be decoded"):
-        images.decode(b"RIFF\0\0\0\0WAVEfmt " + bytes(100), libmtmd)
+SOUNDS = {"wav": wav(5), "flac": flac(5), "mp3": mp3(40)}
+
+
+@pytest.mark.parametrize("kind", SOUNDS)
+def test_sound_is_decoded(kind: str, libmtmd: str) -> None:
+    """At the rate of a model; `test_audio.py` compares the samples with upstream's own."""
+    for rate in (16000, 24000):
+        sound = files.decode(SOUNDS[kind], libmtmd, rate=rate)
+        assert isinstance(sound, files.Sound)
+        seconds = 40 * 1152 / 44100 if kind == "mp3" else 5 * 640 / 16000
+        assert abs(sound.count / rate - seconds) < 0.06 * seconds
+        assert len(sound.data) == 4 * sound.count
+    assert (
+        files.decode(SOUNDS["wav"], libmtmd, rate=16000).data == files.decode(SOUNDS["flac"], libmtmd, rate=16000).data
+    )
+
+
+def test_sound_that_is_too_long_is_refused(libmtmd: str) -> None:
+    """However long its head says it is."""
+    with pytest.raises(ConfigError, match="a sound has 3 seconds, and 2 is the most"):
+        files.decode(wav(75), libmtmd, limits=files.Limits(seconds=2), rate=16000)
+    bomb = bytearray(flac(5))
+    bomb[21:26] = b"\xff" * 5  # samples that its head speaks of
+    with pytest.raises(ConfigError, match=r"a sound of .* cannot be decoded"):
+        files.decode(bytes(bomb), libmtmd, rate=16000)
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.slow)])
 def test_mutated_files_cost_nothing_but_themselves(count: int, libmtmd: str) -> None:
     chance, ends = random.Random(count), {"decoded": 0, "refused": 0}
     for _ in range(count):
-        data = bytearray(chance.choice([PNG, *JPEGS]))
+        data = bytearray(chance.choice([PNG, *JPEGS, *SOUNDS.values()]))
         for _ in range(chance.randint(1, 8)):
-            data[chance.randrange(2, len(data))] = chance.randrange(256)
+            data[chance.randrange(2, min(len(data), 400))] = chance.randrange(256)
         if chance.random() < 0.2:
             del data[chance.randrange(len(data)) :]
         try:
-            assert len(images.decode(bytes(data), libmtmd).data) > 0
+            assert len(files.decode(bytes(data), libmtmd, rate=16000).data) > 0
             ends["decoded"] += 1
         except ConfigError:
             ends["refused"] += 1
