@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,6 +119,26 @@ class Folder:
     def wrote(self, what: str) -> None:
         """The next failure is worth a warning again."""
         self._failing.discard(what)
+
+
+class ScratchFolder:
+    """A folder of this process in the temporary folder.
+
+    When it is made, those that processes have left that died are deleted. prefix: how the names of all of them begin.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+            if not left.is_symlink() and not being_written(left / ".lock"):
+                shutil.rmtree(left, ignore_errors=True)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix))
+        self._lock = system.open_file(self.path / ".lock", os.O_RDWR | os.O_CREAT)
+        system.try_lock(self._lock)
+
+    def close(self) -> None:
+        """Delete it."""
+        os.close(self._lock)
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def disk_is_full(err: Exception) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from .. import pip_line
 from ..errors import ConfigError
@@ -22,6 +24,13 @@ class Listed:
     name: str
     size: int
     modified: float
+
+
+LIMIT_S = 30.0
+"""Seconds that a server waits for one operation: a block of 4 MiB comes in that time at 140 KB/s."""
+
+MAX_HANGING = 8
+"""Operations that hang at once. Each keeps a thread and perhaps a block; with so many, the next one fails at once."""
 
 
 class Objects(Protocol):
@@ -171,10 +180,60 @@ def _modified(info: dict[str, Any]) -> float:
     return float(when.timestamp() if hasattr(when, "timestamp") else when)
 
 
+T = TypeVar("T")
+
+
+class TimedObjects:
+    """Objects of a store that may hang, as a network file system does: after `limit_s` an operation is a TimeoutError.
+
+    It may still be done later. name: of the store, for messages. Any thread uses it.
+    """
+
+    def __init__(self, objects: Objects, *, name: str, limit_s: float = LIMIT_S) -> None:
+        self._objects = objects
+        self._name = name
+        self._limit_s = limit_s
+        self._hanging = list[Future[Any]]()
+
+    def get(self, name: str) -> bytes:
+        return self._timed(lambda: self._objects.get(name))
+
+    def put(self, name: str, data: bytes) -> None:
+        self._timed(lambda: self._objects.put(name, data))
+
+    def create(self, name: str, data: bytes) -> bool:
+        return self._timed(lambda: self._objects.create(name, data))
+
+    def list(self, prefix: str) -> list[Listed]:
+        return self._timed(lambda: self._objects.list(prefix))
+
+    def delete(self, name: str) -> None:
+        self._timed(lambda: self._objects.delete(name))
+
+    def _timed(self, work: Callable[[], T]) -> T:
+        done = Future[T]()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as err:
+                done.set_exception(err)
+
+        self._hanging = [one for one in self._hanging if not one.done()]
+        if len(self._hanging) < MAX_HANGING:
+            # a thread of its own: nothing else can leave an operation that hangs, and the process ends without it
+            threading.Thread(target=run, name="kvflash-object", daemon=True).start()
+            if wait([done], self._limit_s).done:
+                return done.result()
+            self._hanging.append(done)
+        raise TimeoutError(f"{self._name} has not answered for {self._limit_s:.0f} s")
+
+
 def open_objects(url: str, *, write: bool) -> Objects:
     """Return the objects at a URL or below a folder. ConfigError if they cannot be read, or, on request, written.
 
-    A store that lets two servers create the same object is refused.
+    write: for a server. Operations are limited to LIMIT_S then, and a store that lets two servers create the same
+    object is refused.
     """
     objects: Objects
     if "://" in url and not url.startswith("file://"):
@@ -185,6 +244,7 @@ def open_objects(url: str, *, write: bool) -> Objects:
             raise ConfigError(f"{url} is no folder: name the one that serve --store was given")
         objects = FolderObjects(path)
     if write:
+        objects = TimedObjects(objects, name=url)
         probe = f"probe-{secrets.token_hex(8)}"
         try:
             alone = objects.create(probe, b"1") and not objects.create(probe, b"2")

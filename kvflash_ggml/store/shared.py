@@ -48,7 +48,10 @@ ANNOUNCED = 1024
 """Tokens of a text that is announced: a shorter one is there soon enough, or read soon enough."""
 
 ANNOUNCED_S = 10.0
-"""How long a search waits for a text that is announced. Whoever has announced it may have died."""
+"""Seconds that a search waits for a text that is announced. The server that announced it may have died."""
+
+OLD_S = 60.0
+"""Age in seconds from which a search ignores an announcement, by the clocks of the store and of this machine."""
 
 POLL_S = 0.1
 
@@ -228,7 +231,8 @@ class Draft:
 class SharedTexts:
     """The store of one model. Any thread uses it.
 
-    made: the devices that compute here. bandwidth: bytes per second at most, 0 for no limit. clock and sleep: seconds.
+    made: the devices that compute here. bandwidth: bytes per second at most, 0 for no limit. clock, sleep: seconds.
+    wall: seconds since 1970.
     """
 
     def __init__(
@@ -239,12 +243,15 @@ class SharedTexts:
         bandwidth: int = 0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self._objects = objects
         self.made = made
         self._bandwidth = bandwidth
         self._clock = clock
         self._sleep = sleep
+        self._wall = wall
+        self._announced = set[str]()
         self._free = 0.0  # when the next transfer may begin
         self._lock = threading.Lock()
         self.rate: float | None = None
@@ -262,7 +269,8 @@ class SharedTexts:
             if name is None:
                 continue
             if name.soon:
-                soon[one.name] = name
+                if self._wall() - one.modified < OLD_S:
+                    soon[one.name] = name
             elif name.marks is None:
                 numbers[name.id] = max(numbers.get(name.id, 0), name.number)
             elif name.id not in marks or marks[name.id].number < name.number:
@@ -327,21 +335,31 @@ class SharedTexts:
     def announced(self, draft: Draft) -> Iterator[None]:
         """Let other servers know that a state is being written. OSError."""
         number = 1 if draft.base is None else draft.base.number + 1
-        name = self.announce(draft.id, number, draft.tokens, draft.salt)
         try:
+            self.announce(draft.id, number, draft.tokens, draft.salt)
             yield
         finally:
-            if name is not None:
-                with suppress(OSError):  # `prune` deletes it
-                    self._objects.delete(name)
+            self.withdraw(draft.id, number)
 
-    def announce(self, id: str, number: int, tokens: Int32s, salt: str) -> str | None:
-        """Announce a state, and return the name of that; None, and nothing happens, for a short text. OSError."""
-        if len(tokens) < ANNOUNCED:
-            return None
-        name = f"{head_name(begin_of(tokens, salt), id, number)}~{marks_of(tokens)}~soon"
-        self._objects.put(name, b"")
-        return name
+    def announce(self, id: str, number: int, tokens: Int32s, salt: str) -> None:
+        """Announce a state, until `withdraw`. A short text is not announced. OSError."""
+        if len(tokens) >= ANNOUNCED:
+            name = f"{head_name(begin_of(tokens, salt), id, number)}~{marks_of(tokens)}~soon"
+            self._announced.add(name)  # first: a write that fails may have been done
+            self._objects.put(name, b"")
+
+    def withdraw(self, id: str | None = None, number: float = float("inf")) -> None:
+        """Delete what was announced here of a conversation, up to this number; without arguments everything.
+
+        If the store fails, the announcement goes with the next one, or is ignored from OLD_S on.
+        """
+        for name in list(self._announced):
+            state = parse_name(name)
+            assert state is not None
+            if id in (state.id, None) and state.number <= number:
+                with suppress(OSError):
+                    self._objects.delete(name)
+                    self._announced.discard(name)
 
     def publish(self, draft: Draft, path: Path) -> Head:
         """Write a state whose snapshot is the file `path`; its blocks go first. OSError.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +18,7 @@ import numpy as np
 from ..arrays import Int32s, common_prefix
 from ..constants import CHUNK
 from ..errors import KVFlashError, SnapshotError
+from .folder import ScratchFolder
 from .shared import Draft, Head, SharedTexts
 from .swapped import Conversation, SwappedText, SwapStore
 from .texts import new_id, usable
@@ -28,13 +29,15 @@ READERS = 8
 """Searches at once: one that fetches much, or waits for another server, does not keep the others."""
 
 REST_S = 10.0
-"""How long a store that has failed is left alone."""
+"""Seconds in which a store is not written after a write has failed, and not searched after a search has failed."""
 
 PATIENCE_S = 30.0
 """How long a request waits for the store while nobody knows how long it takes to read its prompt."""
 
 LEAST_S = 1.0
 """A request waits so long at least, though its prompt might be read sooner: what is taken over goes on bitwise."""
+
+WRITE, SEARCH = "write", "search"
 
 TRY_AGAIN = 1.25
 """A store that was too slow is believed to be so much faster the next time: else nobody would ever try it again."""
@@ -74,36 +77,48 @@ class SharedSwapStore(SwapStore):
         self._at_hand = at_hand
         self._wake = wake
         self._clock = clock
-        self._scratch = tempfile.TemporaryDirectory(prefix="kvflash-store-")
+        self._scratch = ScratchFolder("kvflash-store-")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvflash-store")
         self._reader = ThreadPoolExecutor(READERS, thread_name_prefix="kvflash-takeover")
         self._writing: dict[Conversation, tuple[Future[Head], SwappedText]] = {}
         self._next: dict[Conversation, SwappedText] = {}
         self._searches: dict[tuple[str, bytes], tuple[Int32s, Future[_Found]]] = {}
         self._refused = set[str]()
-        self._rests_until: float | None = None
+        self._rests: dict[str, float] = {}  # until when, by what has failed: WRITE or SEARCH
         self.read_rate: float | None = None
         """Tokens per second of prompts; None before the first."""
 
     # --- writing
 
     def offer(self, conversation: Conversation, swapped: SwappedText) -> None:
-        """Write a conversation behind what the server does next. It holds `swapped` from here on."""
-        if self._rests:
-            swapped.release()
-        elif conversation in self._writing:
-            before = self._next.pop(conversation, None)
-            if before is not None:
-                before.release()
-            self._next[conversation] = swapped
+        """Write a conversation behind what the server does next. It holds `swapped` from here on.
+
+        If the store fails, it is written when the store works again, unless room is needed before.
+        """
+        self._unqueue(conversation)
+        self._next[conversation] = swapped
+        if conversation in self._writing and not self._resting(WRITE):
             base = conversation.head  # of what is being written
             id, number = (conversation.id, 2) if base is None else (base.id, base.number + 2)
             # a search that comes when that is written waits for this one
             self._reader.submit(self._shared.announce, id, number, swapped.tokens.copy(), conversation.salt)
-        else:
+        self._write_next()
+
+    def _write_next(self) -> None:
+        """Begin the writes that are due. A store that has failed is tried with one of them."""
+        for conversation in [one for one in self._next if one not in self._writing]:
+            if self._resting(WRITE) or (WRITE in self._rests and self._writing):
+                return
+            swapped = self._next.pop(conversation)
             future = self._submit(conversation, swapped)
             self._writing[conversation] = future, swapped
             future.add_done_callback(lambda _: self._wake())
+
+    def _unqueue(self, conversation: Conversation) -> None:
+        """Forget a state that is not being written yet."""
+        swapped = self._next.pop(conversation, None)
+        if swapped is not None:
+            swapped.release()
 
     def _submit(self, conversation: Conversation, swapped: SwappedText) -> Future[Head]:
         base = conversation.head
@@ -120,18 +135,21 @@ class SharedSwapStore(SwapStore):
             return self._shared.publish(draft, path)
 
     def _finish(self, conversation: Conversation) -> None:
-        """Wait until a conversation is written as it was offered last."""
-        while conversation in self._writing:
-            self._settle(conversation)
+        """Wait until a conversation is written as it was offered last, unless the store fails."""
+        self._write_next()
+        while conversation in self._writing or (conversation in self._next and self._writing):
+            self._settle(conversation if conversation in self._writing else next(iter(self._writing)))
 
     def _settle(self, conversation: Conversation) -> None:
         """Wait for the write that is under way, and begin the next one."""
         future, swapped = self._writing[conversation]
-        self._note(conversation, future)
-        swapped.release()
+        done = self._note(conversation, future)
         del self._writing[conversation]
-        if conversation in self._next:
-            self.offer(conversation, self._next.pop(conversation))
+        if done or conversation in self._next or not isinstance(future.exception(), OSError):
+            swapped.release()
+        else:
+            self._next[conversation] = swapped
+        self._write_next()
 
     def _note(self, conversation: Conversation, future: Future[Head]) -> bool:
         """Wait until a state is written, and note what became of it; False if it could not be."""
@@ -139,14 +157,14 @@ class SharedSwapStore(SwapStore):
             head = future.result()
         except Exception as err:  # whatever a store does, the engine's thread goes on
             self.counts.failed += 1
-            self._rest(err)
+            self._failed(WRITE, err)
             return False
         before, conversation.head = conversation.head, head
         if conversation.stale or (before is not None and before.id != head.id):
             self.counts.copied += 1
             logger.info("%s has gone on elsewhere: this server goes on with a copy", conversation.id)
         conversation.stale = False
-        self._rests_until = None
+        self._rests.pop(WRITE, None)
         self.counts.written += 1
         return True
 
@@ -159,19 +177,19 @@ class SharedSwapStore(SwapStore):
         swapped = conversation.swapped
         if swapped is None or self._is_written(conversation):
             return swapped is not None
-        if self._rests or len(swapped.tokens) < CHUNK:
+        if self._resting(WRITE) or len(swapped.tokens) < CHUNK:
             return False  # sooner read than fetched
+        self._unqueue(conversation)  # it is no newer
         return self._note(conversation, self._submit(conversation, swapped))
 
-    @property
-    def _rests(self) -> bool:
-        return self._rests_until is not None and self._clock() < self._rests_until
+    def _resting(self, what: str) -> bool:
+        return self._clock() < self._rests.get(what, -math.inf)
 
-    def _rest(self, error: BaseException) -> None:
-        """The store has failed: leave it alone for a while, and say so once until it works again."""
-        if self._rests_until is None:
+    def _failed(self, what: str, error: BaseException) -> None:
+        """Leave the store alone for a while, and warn once until it works again."""
+        if not self._rests:
             logger.warning("the store cannot be used, texts stay here until it can: %s", error)
-        self._rests_until = self._clock() + REST_S
+        self._rests[what] = self._clock() + REST_S
 
     # --- taking over
 
@@ -180,7 +198,7 @@ class SharedSwapStore(SwapStore):
 
         Returns whether to wait: while that is under way, and not longer than reading would take. None for no search.
         """
-        if len(tokens) <= CHUNK or self._rests:
+        if len(tokens) <= CHUNK or self._resting(SEARCH):
             return None
         key = salt, tokens.tobytes()
         if key not in self._searches:
@@ -226,6 +244,7 @@ class SharedSwapStore(SwapStore):
         for conversation, (written, _) in list(self._writing.items()):
             if written.done():
                 self._settle(conversation)
+        self._write_next()
         ended = False
         for key, (tokens, future) in list(self._searches.items()):
             if not future.done():
@@ -235,8 +254,9 @@ class SharedSwapStore(SwapStore):
             try:
                 found = future.result()
             except Exception as err:  # as in `_note`
-                self._rest(err)
+                self._failed(SEARCH, err)
                 continue
+            self._rests.pop(SEARCH, None)
             self._forget_erased(tokens, key[0], found.gone)
             if found.head is not None and found.path is not None:
                 self._take_over(found.head, found.path)
@@ -286,7 +306,10 @@ class SharedSwapStore(SwapStore):
         if held and self._held is not None and not able:
             able = [self._held]
         if not able:
-            return False
+            queued = next(iter(self._next), None)
+            if queued is not None:
+                self._unqueue(queued)
+            return queued is not None
         oldest = next((one for one in able if self._is_written(one)), able[0])
         if self.store(oldest, sync=False):
             self.counts.stored += 1
@@ -297,6 +320,7 @@ class SharedSwapStore(SwapStore):
 
     def drop(self, conversation: Conversation) -> None:
         """Forget a conversation here; the store keeps it."""
+        self._unqueue(conversation)
         self._release(conversation)
         self._texts.remove(conversation)
 
@@ -305,18 +329,21 @@ class SharedSwapStore(SwapStore):
         self.drop(conversation)
 
     def spoil(self, conversation: Conversation) -> None:
+        self._unqueue(conversation)
         if conversation.head is not None:
             self._refused.add(conversation.head.name)
 
     def delete_file(self, conversation: Conversation) -> None:
         """Erase a conversation from the store. KVFlashError if it is there still."""
+        self._unqueue(conversation)
         self._finish(conversation)
+        self._unqueue(conversation)  # if that write has failed
         head = conversation.head
         if head is not None:
             try:
                 self._shared.erase(head.begin, head.id)
             except OSError as err:
-                self._rest(err)
+                self._failed(WRITE, err)
                 raise KVFlashError(f"{conversation.id} could not be erased from the store: {err}") from err
             conversation.head = None
 
@@ -327,18 +354,21 @@ class SharedSwapStore(SwapStore):
                 self.drop(one)
 
     def close(self) -> None:
-        for conversation in list(self._writing):
+        for conversation in [*self._writing, *self._next]:
             self._finish(conversation)
-        self._rests_until = None  # it is the last chance
+        self._rests = dict.fromkeys(self._rests, -math.inf)  # it is the last chance
         super().close()
+        for conversation in list(self._next):
+            self._unqueue(conversation)
+        self._shared.withdraw()
         self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown()
-        self._scratch.cleanup()
+        self._scratch.close()
 
     # --- files
 
     def _new_path(self) -> Path:
-        return Path(self._scratch.name, f"{secrets.token_hex(8)}.kvs")
+        return Path(self._scratch.path, f"{secrets.token_hex(8)}.kvs")
 
     @contextmanager
     def _file(self) -> Iterator[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from kvflash_ggml.store.objects import Listed
@@ -11,7 +12,7 @@ class MemoryObjects:
     """before: called with what is about to happen, and may raise or do something else first. clock: when it is."""
 
     def __init__(
-        self, before: Callable[[str, str], None] = lambda what, name: None, clock: Callable[[], float] = lambda: 0.0
+        self, before: Callable[[str, str], None] = lambda what, name: None, clock: Callable[[], float] = time.time
     ) -> None:
         self.all: dict[str, tuple[bytes, float]] = {}
         self.before = before

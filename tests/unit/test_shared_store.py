@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,9 +20,18 @@ from kvflash_ggml.batching.messages import Finished
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
 from kvflash_ggml.errors import ConfigError, KVFlashError, SnapshotError
 from kvflash_ggml.store import shared as shared_module
-from kvflash_ggml.store.objects import FolderObjects, Objects, _modified, open_objects
+from kvflash_ggml.store.folder import ScratchFolder
+from kvflash_ggml.store.objects import (
+    MAX_HANGING,
+    FolderObjects,
+    Objects,
+    TimedObjects,
+    _modified,
+    open_objects,
+)
 from kvflash_ggml.store.shared import (
     ANNOUNCED_S,
+    OLD_S,
     Draft,
     Head,
     SharedTexts,
@@ -172,13 +182,18 @@ def server(tmp_path: Path) -> Iterator[Callable[..., Scheduler]]:
         assert one.model.held == 0, "parked texts that nobody has released"  # type: ignore[attr-defined]
 
 
-def written(scheduler: Scheduler, count: int) -> None:
-    """Wait until the server has written so many states."""
+def until(reached: Callable[[], object]) -> None:
+    """Wait up to 5 s."""
     for _ in range(500):
-        if scheduler.call(lambda: scheduler.swapped.counts.written).result(10) >= count:
+        if reached():
             return
         threading.Event().wait(0.01)
-    raise AssertionError(f"{scheduler.swapped.counts} after 5 s")
+    raise AssertionError("nothing came of it in 5 s")
+
+
+def written(scheduler: Scheduler, count: int) -> None:
+    """Wait until the server has written so many states."""
+    until(lambda: scheduler.call(lambda: scheduler.swapped.counts.written).result(10) >= count)
 
 
 def test_another_server_goes_on(server: Callable[..., Scheduler]) -> None:
@@ -220,8 +235,101 @@ def test_a_store_that_fails_costs_no_answer(server: Callable[..., Scheduler], ca
     assert [record for record in caplog.messages if "the store cannot be used" in record] == [caplog.messages[0]]
     objects.before = lambda what, name: None
     now[0] += REST_S
+    written(one, 1)  # without another turn
     answer(one, [*TEXT, 9], 20)
+    written(one, 2)
+
+
+def test_a_write_that_failed_is_repeated(server: Callable[..., Scheduler]) -> None:
+    """Without another turn."""
+
+    def away(what: str, name: str) -> None:
+        if what == "create":
+            raise OSError("no route to host")
+
+    objects, now = MemoryObjects(away), [0.0]
+    one = server(objects, clock=lambda: now[0])
+    answer(one, TEXT, 20)
+    until(lambda: one.call(lambda: one.swapped.counts.failed).result(10))
+    objects.before = lambda what, name: None
+    assert one.call(lambda: one.swapped.counts.written).result(10) == 0
+    now[0] += REST_S
     written(one, 1)
+
+
+def test_a_full_store_is_searched_still(server: Callable[..., Scheduler]) -> None:
+    def full(what: str, name: str) -> None:
+        if what in ("put", "create"):
+            raise OSError("no space left")
+
+    objects = MemoryObjects()
+    one, other = server(objects), server(objects)
+    end = answer(one, TEXT, 20)
+    written(one, 1)
+    objects.before = full
+    answer(other, TEXT[::-1], 20)
+    until(lambda: other.call(lambda: other.swapped.counts.failed).result(10))
+    assert answer(other, [*TEXT, *end.tokens, 65], 20).usage.cached >= len(TEXT)
+    assert other.call(lambda: other.swapped.counts.written).result(10) == 0
+
+
+def test_a_store_that_hangs_costs_no_answer(server: Callable[..., Scheduler], caplog: pytest.LogCaptureFixture) -> None:
+    """Neither eviction nor the end waits for it."""
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def before(what: str, name: str) -> None:
+        if hangs.is_set():
+            assert goes_on.wait(60)
+
+    one = server(TimedObjects(MemoryObjects(before), name="/mnt/texts", limit_s=0.2), limits=Limits(park_bytes=1))
+    answer(one, TEXT, 20)
+    written(one, 1)
+    hangs.set()
+    try:
+        for turn in range(3):
+            assert answer(one, [turn, *TEXT], 20).reason == "stop"
+        one.close()
+    finally:
+        goes_on.set()
+    assert "the store cannot be used, texts stay here until it can: /mnt/texts has not answered for 0 s" in caplog.text
+
+
+def test_an_operation_that_hangs_is_given_up() -> None:
+    goes_on, began = threading.Event(), threading.Semaphore(0)
+
+    def before(what: str, name: str) -> None:
+        began.release()
+        assert goes_on.wait(60)
+
+    objects = MemoryObjects(before)
+    timed = TimedObjects(objects, name="/mnt/texts", limit_s=0.01)
+    for _ in range(MAX_HANGING + 2):
+        with pytest.raises(TimeoutError, match="/mnt/texts has not answered for 0 s"):
+            timed.put("a", b"1")
+    for _ in range(MAX_HANGING):
+        assert began.acquire(timeout=10)
+    assert not began.acquire(blocking=False), "further ones do not begin"
+    goes_on.set()
+    timed = TimedObjects(objects, name="/mnt/texts", limit_s=10)
+    assert timed.create("b", b"2")
+    assert timed.get("b") == b"2"
+    with pytest.raises(FileNotFoundError):
+        timed.get("c")
+
+
+def test_folders_of_servers_that_died_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "other").mkdir()
+    dead = ScratchFolder("texts-")
+    (dead.path / "text.kvs").write_bytes(b"1")
+    os.close(dead._lock)  # as its process ends
+    alive = ScratchFolder("texts-")
+    assert not dead.path.exists()
+    last = ScratchFolder("texts-")
+    assert alive.path.exists()
+    alive.close()
+    last.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
 def test_a_damaged_store_costs_one_reading(
@@ -336,10 +444,7 @@ def test_a_long_prompt_is_written_before_its_answer_ends(server: Callable[..., S
     asked = ask(one, tokens, 20)
     assert at.wait(60)
     try:
-        for _ in range(500):
-            if list((tmp_path / "store").rglob("c-*~*~*")):
-                break
-            threading.Event().wait(0.01)
+        until(lambda: list((tmp_path / "store").rglob("c-*~*~*")))
         assert answer(other, tokens, 20).usage.cached == len(tokens) - 1
     finally:
         held.set()
@@ -377,10 +482,11 @@ def test_an_announcement_of_a_server_that_died(server: Callable[..., Scheduler])
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    objects = MemoryObjects()
-    texts = SharedTexts(objects, clock=lambda: now[0], sleep=sleep)
+    objects = MemoryObjects(clock=lambda: 1000.0)
+    texts = SharedTexts(objects, clock=lambda: now[0], sleep=sleep, wall=lambda: 1000.0)
     text = np.tile(TEXT, 2)
-    with texts.announced(Draft(id="c-0123456789abcdef", salt="", prompt=1, places=None, tokens=text, base=None)):
+    draft = Draft(id="c-0123456789abcdef", salt="", prompt=1, places=None, tokens=text, base=None)
+    with texts.announced(draft):
         (name,) = objects.all
     assert objects.all == {}
     objects.put(name, b"")
@@ -389,6 +495,28 @@ def test_an_announcement_of_a_server_that_died(server: Callable[..., Scheduler])
         assert texts.search(text, salt="", known=0, numbers={}, refused=refused) == (None, set())
         assert now[0] == pytest.approx(waited, abs=1)
     assert refused == {name}
+    later = SharedTexts(objects, clock=lambda: now[0], sleep=sleep, wall=lambda: 1000.0 + OLD_S)
+    before = now[0]
+    assert later.search(text, salt="", known=0, numbers={}, refused=set()) == (None, set())
+    assert now[0] == before, "an old one is not waited for"
+
+
+def test_an_announcement_of_a_write_that_failed() -> None:
+    """It goes when the store works again."""
+
+    def away(what: str, name: str) -> None:
+        raise OSError("no route to host")
+
+    objects = MemoryObjects()
+    texts = SharedTexts(objects)
+    draft = Draft(id="c-0123456789abcdef", salt="", prompt=1, places=None, tokens=np.tile(TEXT, 2), base=None)
+    with texts.announced(draft):
+        objects.before = away
+    assert len(objects.all) == 1
+    objects.before = lambda what, name: None
+    with texts.announced(draft):
+        assert len(objects.all) == 1
+    assert objects.all == {}
 
 
 def test_the_answer_of_a_long_prompt_is_waited_for_too(server: Callable[..., Scheduler]) -> None:
@@ -409,10 +537,7 @@ def test_the_answer_of_a_long_prompt_is_waited_for_too(server: Callable[..., Sch
     text = np.tile(TEXT, 2)[:1100]
     end = answer(one, text, 20)
     assert writes.wait(60)
-    for _ in range(500):
-        if any(name.endswith("~soon") and "~00000002~" in name for name in list(objects.all)):
-            break
-        threading.Event().wait(0.01)
+    until(lambda: any(name.endswith("~soon") and "~00000002~" in name for name in list(objects.all)))
     searching = True
     again = answer(other, [*text, *end.tokens, *TEXT[:70]], 20)
     assert again.usage.cached == len(text) + len(end.tokens)
@@ -433,10 +558,7 @@ def test_nobody_waits_for_a_second_write(server: Callable[..., Scheduler]) -> No
     one = server(MemoryObjects(before))
     answer(one, np.tile(TEXT, 2)[:1100], 20)
     first.set()
-    for _ in range(500):
-        if len(writes) == 2:
-            break
-        threading.Event().wait(0.01)
+    until(lambda: len(writes) == 2)
     assert one.call(lambda: len(writes)).result(10) == 2
     second.set()
     written(one, 2)
