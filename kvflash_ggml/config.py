@@ -303,11 +303,7 @@ class KVFlashConfig:
             )
 
     def _check_parallel(self) -> None:
-        spec = self.spec or SpecConfig()
-        drafter = next((name for name in spec.types if name != "ngram"), None)
         alone = {
-            str(drafter): drafter is not None,
-            f"the drafter {spec.draft}": spec.draft is not None,
             "answer='lossless'": self.answer == "lossless",
             "policy='drafter'": self.policy == "drafter",
             "reading='preview'": self.reading == "preview",

@@ -23,6 +23,7 @@ from ..logs import Progress
 from ..native.library import build_info
 from ..sequence import together
 from ..sequence.sequence import Sequence as Text
+from ..spec.loop import ANOTHER
 from ..state.session import SessionState
 from ..store.swapped import SwappedText
 from ..store.texts import usable
@@ -91,6 +92,7 @@ class LlamaModel:
                 one._images = self._images
         llm.kvflash_together = llm._config.sequences > 1
         self._stats = llm.kvflash
+        self._speculator = llm._reader.speculator
         vocab = llm._model.vocab
         self._is_eog: Callable[[int], bool] = lambda token: bool(llama_cpp.llama_vocab_is_eog(vocab, token))
         self._watch = ResidencyObserver(self._stats.reasons)
@@ -234,6 +236,11 @@ class LlamaModel:
 
     def deal(self, answered: Sequence[tuple[model.Model, int]]) -> None:
         assert self._llm._config is not None
+        alone = answered[0][0] if len(answered) == 1 else None
+        why_not = ANOTHER if alone is not None else f"{len(answered)} texts are decoded together"
+        for text in sorted((self, *self.beside), key=lambda text: text is alone):  # who has them gives them back first
+            if text._speculator is not None:
+                text._speculator.lend(None if text is alone else why_not)
         if not self._llm._config.is_elastic:
             return
         wanted = {}

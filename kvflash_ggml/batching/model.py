@@ -132,8 +132,10 @@ class Model(Protocol):
         ...
 
     def deal(self, answered: Sequence[tuple[Model, int]]) -> None:
-        """Deal the memory of all texts anew, where shares are elastic: these are being answered, and each can come to
-        so many tokens. No step may be pending.
+        """These are being answered, and each can come to so many tokens. No step may be pending.
+
+        Where shares are elastic the memory of all texts is dealt anew. Drafters that serve one text at a time draft for
+        the one that is answered alone, and for nobody while there are several.
         """
         ...
 

@@ -27,7 +27,7 @@ from ..placement.predict import with_steps
 from ..placement.sizing import PoolSize
 from ..sequence.pool import Pool
 from ..sequence.sequence import Sequence
-from ..spec.ngram import NGram
+from ..spec.loop import ANOTHER
 from ..state.session import SessionState
 from .call_lock import CallLock
 from .context import PagedContext, take_closing
@@ -119,10 +119,10 @@ def open_beside(llm: Any, seq: int) -> Any:
     made._saver = Saver(made._reader)
     made._scorer = policy.resolve(config.policy)
     _open_text(made, open_session(made, config, first.pool, made._scorer, seq=seq, reading=first.reading))
-    made._drafting = replace(llm._drafting, drafters=[NGram() for _ in llm._drafting.drafters])
-    made._reader.speculator = made._reader.sequence.follower = make_speculator(
-        made, made._reader, config, made._drafting
-    )
+    speculator = make_speculator(made, made._reader, config, llm._drafting, llm._reader.speculator)
+    if speculator is not None:
+        speculator.lend(ANOTHER)
+    made._reader.speculator = made._reader.sequence.follower = speculator
     if made._finder is not None:
         made._finder.settle(made._reader.sequence)
     if llm._reader.prefixes is not None:

@@ -124,9 +124,7 @@ class Drafting:
 def search(model: Path, config: KVFlashConfig) -> tuple[Found, ...]:
     """Who is to draft, before anything is loaded. ConfigError, and ConversionError for a file that does not fit."""
     spec = config.spec
-    if spec is None:
-        return ()
-    return (Found(NGRAM),) if config.sequences > 1 else tuple(find(model, spec.types, spec.draft))
+    return () if spec is None else tuple(find(model, spec.types, spec.draft))
 
 
 def loads_head(found: Sequence[Found]) -> bool:
@@ -145,21 +143,22 @@ def open_drafting(
 ) -> Drafting:
     """Open who was found, before the first step. They are closed by the stack.
 
-    Raises what they raise, UnsupportedError where llama.cpp does not give what they want of the target, and ConfigError
-    where drafts of several sequences could not be taken back; where nobody was named, a warning is all, and the text
-    drafts alone.
+    Raises what they raise, and UnsupportedError where llama.cpp does not give what they want of the target; where
+    nobody was named, a warning is all, and the text drafts alone. ConfigError for a deterministic pool and one who
+    drafts only while nobody else is decoded.
     """
     spec = config.spec
     if not rows:
         return Drafting()
-    if engine.info.recurrent and config.sequences > 1:
-        raise ConfigError(
-            f"spec: a step has equally many rows of each sequence with recurrent state, and drafts differ in length;"
-            f" parallel is {config.parallel}: leave out one of them"
-        )
     ends = _ends(llm)
     if spec is None:
         return Drafting(rows=rows, ends=ends)
+    lone = next((one.type for one in found if is_lone(one.type, config, engine)), None)
+    if lone is not None and config.deterministic:
+        raise ConfigError(
+            f"deterministic: {lone} drafts while one text is decoded alone, so others change what is resident;"
+            f" parallel is {config.parallel}: leave out one of them"
+        )
     try:
         with ExitStack() as opening:
             target = _target(llm, spec, ends)
@@ -193,28 +192,40 @@ def _open(found: Found, target: Target, spec: SpecConfig, stack: ExitStack) -> D
 _BY_FILE: dict[str, Callable[..., Drafter]] = {DFLASH: DFlash, EAGLE3: Eagle3, SIMPLE: Small}
 
 
+def is_lone(type: str, config: KVFlashConfig, engine: Engine) -> bool:
+    """Does a drafter of this type draft only for a text that is decoded alone?
+
+    A drafting model has one context. With recurrent state a step has equally many rows of each text, and drafts differ
+    in length.
+    """
+    return config.sequences > 1 and (engine.info.recurrent or type != NGRAM)
+
+
 def make_speculator(
-    llm: llama_cpp.Llama, reader: Reader, config: KVFlashConfig, drafting: Drafting
+    llm: llama_cpp.Llama, reader: Reader, config: KVFlashConfig, drafting: Drafting, first: Speculator | None = None
 ) -> Speculator | None:
     """What drafts for a model: its `draft_model` first, then what was opened; None if nothing does.
+
+    first: of another text on the same pool, which has drafting models until both are told otherwise by `lend`.
 
     For a lossless answer the pool drafts too, and they draft for it. With measured costs whoever promises most is
     asked; with a fixed width the pool comes first.
     """
     if llm.draft_model is not None and config.sequences > 1:
         raise ConfigError(f"draft_model serves one sequence, and parallel is {config.parallel}: leave out one of them")
+    assert reader.sequence is not None
+    engine = reader.sequence.engine
     given = [] if llm.draft_model is None else [Callback(llm.draft_model)]
-    sources = [Asked(drafter) for drafter in (*given, *drafting.drafters)]
+    sources = [Asked(drafter, is_lone(drafter.name, config, engine)) for drafter in (*given, *drafting.drafters)]
+    if first is not None:
+        sources = [Asked(NGram(), one.lone) if isinstance(one.drafter, NGram) else one for one in first.asked]
     spec = config.spec or SpecConfig()
     ends = drafting.ends or _ends(llm)  # nobody was to draft when the context was made
     speculator = partial(Speculator, n_vocab=llm.n_vocab(), ends=ends)
     if config.answer != "lossless":
         if not sources:
             return None
-        made = speculator(sources, _controls(spec, drafting), features=drafting.features, total=drafting.total)
-        if config.sequences > 1 and not spec.types:
-            made.off = f"parallel is {config.parallel}, and drafters other than ngram serve one sequence"
-        return made
+        return speculator(sources, _controls(spec, drafting), features=drafting.features, total=drafting.total)
     nested = speculator(sources, _controls(spec, drafting), total=drafting.on_pool) if sources else None
     pool = Asked(PoolDrafter(reader, nested))
     asked = [*sources, pool] if spec.width is None else [pool, *sources]

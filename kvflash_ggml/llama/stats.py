@@ -339,7 +339,11 @@ class PoolStats:
         return f"reading {'and answering ' if reading.answers_exactly else ''}exact ({size})"
 
     def _drafts(self) -> str:
-        return "" if self._speculator is None else f", drafts by {', '.join(self._speculator.types)}"
+        if self._speculator is None:
+            return ""
+        lone = ", ".join(one.drafter.name for one in self._speculator.asked if one.lone)
+        when = f" ({lone} while one text is decoded alone)" if lone else ""
+        return f", drafts by {', '.join(self._speculator.types)}{when}"
 
     def _windows(self) -> str:
         window = self._session.engine.info.n_swa

@@ -32,16 +32,22 @@ WARM = 32
 """Tokens that one which was given nothing for a while has to be given before it is asked again."""
 
 
+ANOTHER = "drafting for another text"
+"""Why those who draft for one text at a time do not draft for this one."""
+
+
 @dataclass(slots=True)
 class Asked:
     """A drafter. known: how much of the text it was told. read: how long the text was when it was asked last.
 
     bad: drafts in a row that could not be verified; why: what was wrong, of one that is not asked any more. deciding:
     seconds that it took last to find out what its draft is worth. unasked: steps without a draft since it was asked.
-    missing: tokens it has to be given before it is asked.
+    missing: tokens it has to be given before it is asked. lone: it drafts only for a text that is decoded alone, see
+    `Speculator.lend`.
     """
 
     drafter: Drafter
+    lone: bool = False
     known: int = 0
     read: int = 0
     bad: int = 0
@@ -96,6 +102,11 @@ class Asked:
         self.known = start + count
         self.missing = max(0, self.missing - count)
 
+    def begin_anew(self) -> None:
+        """It knows nothing of the text, which has gone on without it."""
+        self.known = self.read = self.unasked = 0
+        self.missing = WARM
+
     def is_ready(self) -> bool:
         """Can it be asked? It is given what it wants from now on."""
         self.unasked = 0
@@ -124,10 +135,11 @@ class Speculator:
 
     controls: what is worth it. n_vocab: of the target. ends: tokens that end a text. features: what drafters are given
     of the target's compute; None if they want nothing. One that is not asked for long is not given it any more, until
-    it is worth asking again. total: what came of drafts before. off: why nothing is drafted any more, or who was left
-    out; None while all may be asked. Steps for which it is known before that nobody will be asked are neither timed nor
-    told of one by one. drafters: or what is known of them, where another speculator asks the same ones. nested: that
-    one, if it asks them for what one of these drafts from; it is told of the text by this one.
+    it is worth asking again. total: what came of drafts before. off: why nothing is drafted any more; None while some
+    are asked. resting: why the lone ones are not asked now. Steps for which it is known before that nobody will be
+    asked are neither timed nor told of one by one. drafters: or what is known of them, where another speculator asks
+    the same ones. nested: that one, if it asks them for what one of these drafts from; it is told of the text by this
+    one.
     """
 
     def __init__(
@@ -145,8 +157,10 @@ class Speculator:
         self.controls = controls
         self._total, self._last = total or Tally(), Tally()
         self.off: str | None = None
+        self.resting: str | None = None
         self.nested = nested
-        self._asked = [one if isinstance(one, Asked) else Asked(one) for one in drafters]
+        self._all = [one if isinstance(one, Asked) else Asked(one) for one in drafters]
+        self._asked = self._all  # or without the lone ones
         self._refused = 0  # steps in a row that failed with a draft
         self._n_vocab = n_vocab
         self._ends = frozenset(ends)
@@ -179,18 +193,35 @@ class Speculator:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """The names of those that are asked."""
+        """The names of those that are asked, or rest."""
         return tuple(drafter.name for drafter in self.drafters)
 
     @property
     def asked(self) -> Sequence[Asked]:
         """What is known of those that are asked, for one that asks them too."""
-        return tuple(self._asked)
+        return tuple(self._all)
 
     @property
     def drafters(self) -> tuple[Drafter, ...]:
-        """Those that are asked. Others have been closed, or will be."""
-        return tuple(one.drafter for one in self._asked if not one.failed)
+        """Those that are asked, or rest. Others have been closed, or will be."""
+        return tuple(one.drafter for one in self._all if not one.failed)
+
+    def lend(self, why_not: str | None) -> None:
+        """Ask the lone drafters from the next step on, or let them rest; `why_not` is told then.
+
+        They know nothing of this text at first. Another speculator that asks them too lets them rest before. Rows that
+        were drafted by one that rests are verified as always.
+        """
+        lone = [one for one in self._all if one.lone and not one.failed]
+        if why_not is None and self.resting is not None:
+            for one in lone:
+                one.begin_anew()
+                self._tell(one, partial(one.drafter.truncate, 0))
+        self._tell_passed()
+        self._idle = 0
+        names = ", ".join(one.drafter.name for one in lone)
+        self.resting = f"{names}: {why_not}" if lone and why_not else None
+        self._asked = self._all if why_not is None else [one for one in self._all if not one.lone]
 
     def begin(self, length: int, most: int | None = None) -> None:
         """A request begins, with a text of so many tokens, which becomes longer by at most `most`."""
@@ -259,7 +290,7 @@ class Speculator:
         self._total.plain(seconds, self._draft_seconds)
         self._last.plain(seconds, self._draft_seconds)
         self.controls.told(1, seconds, beside=self._beside)
-        self._idle = self.controls.idle(self.types)
+        self._idle = self.controls.idle([one.drafter.name for one in self._asked if not one.failed])
 
     def _tell_passed(self) -> None:
         """Steps that were not timed took what such steps take."""
@@ -362,15 +393,16 @@ class Speculator:
     def _disable(self, one: Asked, why: str) -> None:
         one.bad, one.why = MAX_BAD, why
         logger.warning("nothing is drafted by %s any more: %s", one.drafter.name, why)
-        if all(other.failed for other in self._asked):
+        if all(other.failed for other in self._all):
             self.off = why
 
     def _remove_failed(self) -> None:
         """Close those that are not asked any more."""
         failed = [one for one in self._asked if one.failed]
         if failed:
+            self._all = [one for one in self._all if not one.failed]
             self._asked = [one for one in self._asked if not one.failed]
-            self.off = self.off if self._asked else failed[-1].why
+            self.off = self.off if self._all else failed[-1].why
         for one in failed:
             try:
                 one.drafter.close()
@@ -509,13 +541,13 @@ class SpecStats:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Who is asked for drafts, in this order."""
+        """Who is asked for drafts, in this order. Some may rest while several texts are decoded together."""
         return self._speculator.types
 
     @property
     def off(self) -> str | None:
-        """Why nothing is drafted any more, or who was left out; None while all may be asked."""
-        return self._speculator.off
+        """Why nothing is drafted any more, or who rests now, and why; None while all may be asked."""
+        return self._speculator.off or self._speculator.resting
 
     @property
     def speedup(self) -> float | None:

@@ -14,7 +14,7 @@ from kvflash_ggml.errors import DecodeError, DraftError
 from kvflash_ggml.spec.base import Features
 from kvflash_ggml.spec.decision import Controller, Controls, Fixed
 from kvflash_ggml.spec.draft import Draft, chain
-from kvflash_ggml.spec.loop import AGAIN, MAX_BAD, UNASKED, WARM, Speculator
+from kvflash_ggml.spec.loop import AGAIN, MAX_BAD, UNASKED, WARM, Asked, SpecStats, Speculator
 
 N_VOCAB, END = 100, 99
 ROOT = 5
@@ -527,3 +527,66 @@ def test_steps_that_nobody_is_asked_for_are_told_of_together() -> None:
             break
         one.plain()
     assert len(drafter.asked) > asked, "it is not forgotten"
+
+
+def test_a_lone_drafter_is_lent_from_text_to_text() -> None:
+    """It forgets one before it is told of another. While it rests nothing of the target's compute is read for it."""
+    seen: list[tuple[int, int]] = []
+    drafter = Drafts(tokens(1, 2, 3), "lone")
+    drafter.wants = Features((1,))  # type: ignore[misc]
+    features = Rows()
+    features.rows = np.zeros((40, 2), np.float32)
+    lone, own = Asked(drafter, lone=True), [Drafts(lambda *_: None, f"own {i}") for i in range(2)]
+    texts = [make(own[i], lone, features=features) for i in range(2)]
+    texts[1].lend("another text has it")
+    drafter.observe = lambda start, told, rows: seen.append((start, len(told)))  # type: ignore[method-assign]
+    drafter.truncate = lambda length: seen.append((-1, length))  # type: ignore[method-assign]
+
+    def step(one: Speculator, at: int, count: int = 1) -> list[int] | None:
+        text = Text(np.arange(at, dtype=np.int32))
+        got = drafted(one, text)
+        one.evaluated(at, np.full(count, 3, np.int32), ahead=False)
+        return got
+
+    assert step(texts[0], 10) == [1, 2, 3]
+    assert step(texts[1], 50) is None
+    assert seen == [(10, 1)]
+    for one in texts:
+        one.lend("2 texts are decoded together")
+        one.truncated(5)
+        assert SpecStats(one).off == "lone: 2 texts are decoded together"
+        assert step(one, 11) is None
+        assert one.state() == []
+        one.settled([])
+    assert seen == [(10, 1)]
+    texts[0].lend("drafting for another text")
+    texts[1].lend(None)
+    texts[1].lend(None)
+    assert SpecStats(texts[1]).off is None
+    assert texts[1].types == ("own 1", "lone")
+    assert step(texts[1], 60, WARM) is None, "it knows nothing of this text"
+    assert seen == [(10, 1), (-1, 0), (60, WARM)]
+    assert step(texts[1], 60 + WARM) == [1, 2, 3]
+    assert [len(one.asked) for one in own] == [2, 4], "they are asked in any case"
+    drafter.does = raises(ValueError("it is broken"))
+    assert step(texts[1], 70) is step(texts[1], 71) is None
+    assert drafter.closed == 1
+    texts[1].lend("drafting for another text")
+    texts[0].lend(None)
+    assert step(texts[0], 80) is None
+    assert texts[0].types == ("own 0",)
+    assert len(drafter.asked) == 3, "whoever it failed"
+
+
+def test_one_that_is_lent_is_asked_at_once() -> None:
+    """Nobody was to be asked in the steps to come."""
+    drafter, controls = Drafts(tokens(1, 2, 3), "lone"), Fixed(4)
+    controls.idle = lambda sources: 5 if not sources else 0  # type: ignore[method-assign]
+    one = make(Asked(drafter, lone=True), controls=controls)
+    one.lend("2 texts are decoded together")
+    assert drafted(one) is None
+    one.plain()
+    assert drafted(one) is None
+    one.lend(None)
+    assert drafted(one) == [1, 2, 3]
+    assert one.last.plain_steps == 2
