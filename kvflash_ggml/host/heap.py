@@ -277,9 +277,7 @@ class PageHeap:
             for page in lease.wanted:
                 if not (page.holders and page.address):
                     break
-                lease.pages.add(page)
-                self._pages[page] = None  # which an interrupt may have kept from the books
-                self._pages.move_to_end(page)
+                self._keep(page, lease)
                 count += 1
         return count
 
@@ -290,11 +288,10 @@ class PageHeap:
         with self._lock:
             if not page.holders:
                 raise LookupError("the page image has been released")
-            lease.pages.add(page)
             if page.address:
-                self._pages[page] = None  # which an interrupt may have kept from the books
-                self._pages.move_to_end(page)
+                self._keep(page, lease)
                 return None
+            lease.pages.add(page)
         address = self._room(page, lease)
         if not address:
             return None
@@ -321,6 +318,12 @@ class PageHeap:
         return None
 
     # --- the books; whoever calls these has the lock, but for _room and _reclaim
+
+    def _keep(self, page: PageImage, lease: Lease) -> None:
+        """Lease a page in memory, as the newest one."""
+        lease.pages.add(page)
+        self._pages[page] = None  # an interrupt may have kept it from the books
+        self._pages.move_to_end(page)
 
     def _loaded(self, page: PageImage, address: int) -> None:
         page.address = address

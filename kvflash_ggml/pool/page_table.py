@@ -10,9 +10,8 @@ its length, until `accept` takes the first of them over and drops the rest.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -23,51 +22,42 @@ from .plan import ABSENT, NO_MOVES, Chunk, Images, Layout, Moves, Plan, moves_be
 from .residency import Chunks, Ranking
 
 
-class Owner(Protocol):
-    """A page table on the pool."""
-
-    @property
-    def held(self) -> frozenset[int]:
-        """The blocks that its text is in."""
-        ...
-
-
 class BlockAllocator:
-    """Gives the free blocks of an owner, the first in `order` first (0, 1, 2, ... by default).
+    """Hands out free blocks, in the order of `order` (0, 1, 2, ... by default).
 
-    It remembers the owners and nothing of their blocks: each owner says what it holds. So no interrupt can make the
-    two disagree, and a restored text continues in the blocks of the saved one. Owners may hold a block together; it is
-    free when the last of them has let go.
+    The allocator keeps the page tables and no list of free blocks: each table says which blocks it holds. So no
+    interrupt can make the two disagree, and a restored text continues in the blocks of the saved text. Tables may
+    share a block. It is free when the last of them has released it.
 
-    order: names `count` blocks of the pool, each once. An allocator can have a part of a pool. count: how many it is
-    sure to have for a text that is being answered, whatever `order` names later.
+    count: blocks that a text with a request can count on, whatever `order` becomes later. order: `count` blocks of
+    the pool, each once. An allocator may own a part of a pool.
     """
 
     def __init__(self, count: int, order: Sequence[int] | None = None) -> None:
         self.order = list(range(count) if order is None else order)
         assert len(set(self.order)) == len(self.order) == count, "order must name every block once"
         self.count = count
-        self._owners: list[Owner] = []
+        self._owners: list[PageTable] = []
 
-    def join(self, owner: Owner) -> None:
-        """From here on the owner's blocks are taken."""
+    def join(self, owner: PageTable) -> None:
+        """Count the owner's blocks as taken from now on."""
         self._owners.append(owner)
 
-    def leave(self, owner: Owner) -> None:
-        """The owner's blocks are free, unless others hold them too."""
+    def leave(self, owner: PageTable) -> None:
+        """Count the owner's blocks as free, unless other tables hold them too."""
         self._owners = [other for other in self._owners if other is not owner]
 
-    def quota(self, owner: Owner) -> int:
+    def quota(self, owner: PageTable) -> int:
         """Return the most blocks that the owner could hold: all but the blocks that only others hold."""
         others = self._others(owner)
         return len(self.order) - (len(others - owner.held) if others else 0)
 
-    def free(self, owner: Owner, taken: Collection[int]) -> list[int]:
-        """The blocks that others do not hold and that are not among `taken`, in the order they are handed out."""
+    def free(self, owner: PageTable, taken: Collection[int]) -> list[int]:
+        """Return the blocks that neither another table holds nor `taken` names, in the order they are handed out."""
         out = self._others(owner).union(taken)
         return [block for block in self.order if block not in out]
 
-    def _others(self, owner: Owner) -> frozenset[int]:
+    def _others(self, owner: PageTable) -> frozenset[int]:
         return frozenset[int]().union(*(other.held for other in self._owners if other is not owner))
 
 
@@ -163,10 +153,20 @@ class PageTable:
         """Chunks that may not leave while [first, last] is appended."""
         return residency.protected(first, last, sinks=self.sinks, tail=self.tail, pins=self.pins)
 
+    def protected_at(self, length: int) -> set[int]:
+        """Return the chunks that may not leave between two steps of a text of `length` tokens."""
+        head = max(0, length - 1) // CHUNK
+        return self.protected(head, head)
+
+    @property
+    def unevictable(self) -> int:
+        """How many resident chunks cannot leave between two steps: protected ones, and those without an image."""
+        keep = self.protected_at(self.length)
+        return sum(c in keep or c not in self.images for c in self.resident_chunks)
+
     def unprotected(self) -> tuple[Chunks, Chunks]:
-        """Sealed chunks that reselection may move: (resident, evicted)."""
-        head, sealed = max(0, self.length - 1) // CHUNK, self.length // CHUNK
-        keep, here = self.protected(head, head), self.resident_chunks
+        """Return the sealed chunks that reselection may move: (resident, evicted)."""
+        sealed, keep, here = self.length // CHUNK, self.protected_at(self.length), self.resident_chunks
         inside = np.array([c for c in here if c < sealed and c not in keep], np.intp)
         return inside, residency.others(sealed, keep.union(here))
 
@@ -241,16 +241,20 @@ class PageTable:
         if rebuild and ranking is not None:
             keep |= self._best(here, keep, ranking)
         missing = sorted(c for c in keep if c >= len(known) or known[c].block == ABSENT)
-        short = len(missing) - len(self._free_beside([known[c].block for c in here]))
-        victims = self._victims(known, here, short, keep, ranking)
+        short = max(0, len(missing) - len(self.blocks.free(self, [known[c].block for c in here])))
+        able = residency.victims(known, here, self.images, keep, ranking) if short else []
+        if len(able) < short:
+            raise PoolExhausted(
+                f"{short} blocks are needed and {len(able)} can be evicted from a pool of {self.quota}: "
+                f"append fewer tokens at once, pin less, or use a larger pool"
+            )
+        victims = able[:short]
 
         moves, clock = Moves(), max(old.clock, 0 if places is None else places.clock) + 1
         chunks = known + [Chunk() for _ in range(len(known), last + 1)]
-        for c in victims:
-            moves.evict.append((c, chunks[c].block))
-            chunks[c] = replace(chunks[c], block=ABSENT)
+        _evict(victims, chunks, moves)
         stay = set(here).difference(victims)
-        free = self._free_beside([chunks[c].block for c in stay])
+        free = self.blocks.free(self, [chunks[c].block for c in stay])
         assert len(free) >= len(missing), "a text longer than the pool that holds it"
         for c, block in zip(missing, free, strict=False):
             (moves.recall if c in self.images else moves.fresh).append((c, block))
@@ -290,26 +294,17 @@ class PageTable:
         """What was planned has been done, but its rows are not of the text yet: `accept` follows."""
         self.commit(plan._replace(layout=replace(plan.layout, length=self.length)))
 
-    @property
-    def kept(self) -> int:
-        """How many of its blocks the text cannot let go of between two steps."""
-        head = max(0, self.length - 1) // CHUNK
-        keep = self.protected(head, head)
-        return sum(c in keep or c not in self.images for c in self.resident_chunks)
-
     def shrink(self, most: int, ranking: Ranking | None = None) -> Plan:
-        """The text in at most `most` blocks, or in those that it cannot let go of. ranking: who leaves first."""
+        """Plan the text in at most `most` blocks, or in the `unevictable` ones. ranking: the lowest leave first."""
         old = self.layout
-        head = max(0, old.length - 1) // CHUNK
-        able = residency.victims(old.chunks, old.resident_chunks, self.images, self.protected(head, head), ranking)
+        keep = self.protected_at(old.length)
+        able = residency.victims(old.chunks, old.resident_chunks, self.images, keep, ranking)
         gone = able[: max(0, len(old.resident_chunks) - most)]
         if not gone:
             return Plan(old, NO_MOVES)
         chunks, moves = [*old.chunks], Moves()
-        for c in gone:
-            moves.evict.append((c, chunks[c].block))
-            chunks[c] = replace(chunks[c], block=ABSENT)
-        there = tuple(sorted(set(old.resident_chunks).difference(gone)))
+        _evict(gone, chunks, moves)
+        there = tuple(c for c in old.resident_chunks if c not in gone)
         return Plan(Layout(chunks, old.length, old.clock, old.epoch + 1, old.settled, there), moves)
 
     def accept(self, length: int) -> Plan:
@@ -353,8 +348,7 @@ class PageTable:
         self._check_pins(len(pins), f"pinning {len(pins)} chunks, as saved,")
         able = [c for c, block in enumerate(table.blocks) if block != ABSENT or not self.bounded]
         if len(able) > self.quota:
-            head = max(0, length - 1) // CHUNK
-            keep = self.protected(head, head) | pins
+            keep = self.protected_at(length) | pins
             scores = residency.known(table.scores, len(table.blocks)).tolist()
             able.sort(key=lambda c: (c not in keep, -scores[c], -table.last_use[c], -c))
         resident, free = set(able[: self.quota]), set(self.blocks.free(self, ()))
@@ -366,15 +360,11 @@ class PageTable:
         assert not self.chunks
         assert len(table.blocks) == len(table.last_use) == -(-length // CHUNK)
         places = self.place(length, table)
-        free = iter(self._free_beside(places))
         assert len(set(places) - {ABSENT, ANY}) == sum(block >= 0 for block in places), "two chunks in one block"
-        chunks = [
-            Chunk(next(free) if block == ANY else block, use) for block, use in zip(places, table.last_use, strict=True)
-        ]
+        chunks = self._chunks_at(places, table)
         self.pins |= table.pins
-        head = max(0, length - 1) // CHUNK
         here = residency.resident(chunks)
-        there = all(c in here for c in self.protected(head, head) if c < len(chunks))
+        there = all(c in here for c in self.protected_at(length) if c < len(chunks))
         self.layout = Layout(
             chunks=chunks,
             length=length,
@@ -388,9 +378,6 @@ class PageTable:
         """Forget the text. Pins stay, as positions of the next one."""
         self.layout = Layout(clock=self.layout.clock, epoch=self.epoch + 1)
 
-    def _free_beside(self, taken: Sequence[int]) -> list[int]:
-        return self.blocks.free(self, taken)
-
     def _best(self, here: Sequence[int], keep: set[int], ranking: Ranking) -> set[int]:
         """The chunks that rank best, as many as fit beside the protected ones. here: resident ones."""
         return residency.best(here, self.length // CHUNK, self.images, keep, ranking, self.quota - len(keep))
@@ -402,21 +389,19 @@ class PageTable:
         places = [
             stay.get(c, ANY if block in taken else block) for c, block in enumerate(self.place(self.length, table))
         ]
-        free = iter(self._free_beside(places))
+        return self._chunks_at(places, table)
+
+    def _chunks_at(self, places: Sequence[int], table: PageTableState) -> list[Chunk]:
+        """Return the chunks of a table in these blocks, a free block for each ANY as long as there is one."""
+        free = iter(self.blocks.free(self, places))
         return [
             Chunk(next(free, ABSENT) if block == ANY else block, use)
             for block, use in zip(places, table.last_use, strict=True)
         ]
 
-    def _victims(
-        self, chunks: list[Chunk], here: Sequence[int], count: int, keep: set[int], ranking: Ranking | None
-    ) -> list[int]:
-        if count <= 0:
-            return []
-        able = residency.victims(chunks, here, self.images, keep, ranking)
-        if len(able) < count:
-            raise PoolExhausted(
-                f"{count} blocks are needed and {len(able)} can be evicted from a pool of {self.quota}: "
-                f"append fewer tokens at once, pin less, or use a larger pool"
-            )
-        return able[:count]
+
+def _evict(gone: Iterable[int], chunks: list[Chunk], moves: Moves) -> None:
+    """Take the blocks of some chunks away: in `chunks`, and as a move."""
+    for c in gone:
+        moves.evict.append((c, chunks[c].block))
+        chunks[c] = replace(chunks[c], block=ABSENT)

@@ -144,7 +144,7 @@ class Pool:
         return Claim(
             home=self._homes[seq],
             held=() if text is None else text.table.held,
-            kept=0 if text is None else text.table.kept,
+            kept=0 if text is None else text.table.unevictable,
             wants=None if tokens is None else -(-tokens // CHUNK) + 1,
         )
 

@@ -65,8 +65,7 @@ class Relevance:
         """
         assert self.scoring is not None
         length = len(tokens)
-        head = max(0, length - 1) // CHUNK
-        protected = frozenset(self._table.protected(head, head))
+        protected = frozenset(self._table.protected_at(length))
         known = length - self._queries.valid_from
         seen = () if view is None else (*view.chunks, *range(start // CHUNK, length // CHUNK))
         self.scoring.request(tokens, length // CHUNK, protected, rows=rows, known=known, asked=asked, seen=seen)
