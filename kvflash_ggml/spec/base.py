@@ -174,7 +174,6 @@ class Callback:
         self._length = 0
 
     def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
-        """See `Drafter`."""
         end = start + len(tokens)
         if end >= len(self._text):
             self._text = np.resize(self._text, 2 * end + 1) if end else self._text
@@ -182,7 +181,7 @@ class Callback:
         self._length = end
 
     def propose(self, root: int, most: int) -> Draft | None:
-        """See `Drafter`. DraftError where it returns what are no token ids."""
+        """DraftError where it returns what are no token ids."""
         text = np.append(self._text[: self._length], np.int32(root)).astype(np.intc)
         proposed = np.asarray(self._model(text))
         if proposed.size == 0:
@@ -194,7 +193,6 @@ class Callback:
         return chain(whole[:most], self.name)
 
     def truncate(self, length: int) -> None:
-        """See `Drafter`."""
         self._length = min(self._length, length)
 
     def close(self) -> None:

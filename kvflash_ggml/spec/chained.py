@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,46 +57,43 @@ def go_on(
 
 
 class Chained(ModelDrafter):
-    """Reads pairs: a token, and what the target computed for the one before it. Then each token it drafts with its own.
+    """Reads pairs: a token, and the target's rows for the token before it. Then each token it drafts with its own.
 
-    path: of its file. own: what it holds, its context first; closed with it. place: where the pair of the token at p
-    stands, 0 for p and -1 for p - 1. state: makes what a pair has of what was observed, [n, width] to [n, state].
+    path, own, place: see ModelDrafter. width: values of a row. state: makes the draft context's input of observed rows,
+    [n, width] to [n, state].
     """
 
     def __init__(
         self, name: str, wants: Features, target: Target, path: Path, context: DraftContext, own: ExitStack, *,
         width: int, place: int, state: Callable[[Floats], Floats] = lambda rows: rows,
     ) -> None:  # fmt: skip
+        super().__init__(path, context, own, place=place)
         self.name = name
-        self.wants = replace(wants, newest=context.window + 1)  # a pair has what belongs to the token before it
-        super().__init__(path, context, own)
+        self.wants = replace(wants, newest=context.window + 1)  # a pair has the rows of the token before it
         self._target = target
-        self._place = place
         self._state = state
-        self._recent = np.empty((0, width), np.float32)  # of the newest tokens
-        self._length = 0
+        self._recent = np.empty((0, width), np.float32)  # rows of the newest tokens
 
     def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
-        """See Drafter. Without rows of these tokens it starts anew behind them."""
+        """Without rows of these tokens it starts anew behind them."""
         self.truncate(start)
-        if start != self._length or rows is None:  # a gap
+        if start != self._pending.end or rows is None:  # a gap
             self._recent = self._recent[:0]
-        self._length = start + len(tokens)
         if rows is None:
-            self._pending.reset(self._length)
+            self._pending.reset(start + len(tokens))
         elif len(tokens):
             before = self._recent[-1:] if len(self._recent) else np.zeros_like(rows[:1])
             self._pending.add(start, tokens, np.concatenate([before, rows[:-1]]))
             self._recent = np.concatenate([self._recent, rows])[-RECENT:]
 
     def propose(self, root: int, most: int) -> Draft | None:
-        """See Drafter. DecodeError if what it computes are no numbers."""
+        """DecodeError if the drafter computes values that are not finite."""
         if not len(self._recent):
-            return None  # what the target knew before the root is not known
+            return None  # the target's row before the root is unknown
         at, tokens, rows = self._unread()
         states = self._state(np.concatenate([rows, self._recent[-1:]]))
         tokens = np.append(tokens, np.int32(root))
-        end = self._length + self._place
+        end = self._pending.end + self._place
         if len(tokens) > _OUTPUTS:
             self._context.feed(at, tokens[:-1], states[:-1])
             at, tokens, states = end, tokens[-1:], states[-1:]
@@ -105,29 +102,22 @@ class Chained(ModelDrafter):
         return draft
 
     def truncate(self, length: int) -> None:
-        """See Drafter. The newest rows outlive it."""
-        self._pending.truncate(length)
-        self._context.truncate(max(0, length + self._place))
-        if length < self._length:
-            stay = max(0, len(self._recent) - (self._length - length))
-            self._recent = self._recent[:stay]
-            self._length = length
+        """The newest rows of the tokens that stay are kept."""
+        cut = max(0, self._pending.end - length)
+        super().truncate(length)
+        self._recent = self._recent[: max(0, len(self._recent) - cut)]
 
     def state(self) -> SavedDraft | None:
-        """See Remembering."""
         at, tokens, rows = self._unread()
         if len(tokens):
             self._context.feed(at, tokens, self._state(rows))
-        return self._memory.state(self._length, self._recent, place=self._place)
+        return self._saved(self._recent)
 
     def load(self, saved: SavedDraft) -> None:
-        """See Remembering."""
-        self._recent = self._memory.load(saved, self._recent.shape[1], place=self._place)[-RECENT:]
-        self._pending.reset(saved.length)
-        self._length = saved.length
+        self._recent = self._restore(saved, self._recent.shape[1])[-RECENT:]
 
     def _unread(self) -> tuple[int, Int32s, Floats]:
-        """The pairs that the draft context has not read, and where the first stands. None are pending then."""
+        """Take the pairs that the draft context has not read, and the position of the first. None are pending then."""
         start, tokens, rows = self._pending.take()
         kept = slice(max(0, -(start + self._place)), None)  # no pair stands before the text
         at = start + kept.start + self._place
@@ -156,11 +146,10 @@ class Mtp(Chained):
                     )  # fmt: skip
             else:
                 heads.check_pair(file, reader.read(target.path))
-                model = DraftModel(path, offload=target.offload, repack=target.repack, mtp=True)
-                stack.callback(model.close)
-                address = model.address
+                weights = DraftModel(path, offload=target.offload, repack=target.repack, mtp=True)
+                address = stack.enter_context(closing(weights)).address
             context = DraftContext(address, target, window=window, mtp=True, states=stock.STATES)
-            stack.callback(context.close)
+            stack.enter_context(closing(context))
             width = state_width(address)
             super().__init__(
                 "mtp", Features(nextn=True), target, path or target.path, context, stack.pop_all(), width=width, place=0
@@ -177,11 +166,10 @@ class Eagle3(Chained):
         file, model = reader.read(path), reader.read(target.path)
         verify.check(file, model)
         with ExitStack() as stack:
-            weights = DraftModel(path, offload=target.offload, repack=target.repack)
-            stack.callback(weights.close)
+            weights = stack.enter_context(closing(DraftModel(path, offload=target.offload, repack=target.repack)))
             shares = not {"token_embd.weight", "output.weight"} <= file.tensors.keys()
             context = DraftContext(weights.address, target, window=window, shares=shares, states=stock.STATES)
-            stack.callback(context.close)
+            stack.enter_context(closing(context))
             super().__init__(
                 "eagle3", wants(file, model), target, path, context, stack.pop_all(),
                 width=len(verify.target_layers(file)) * target.n_embd, place=-1, state=context.encode,
@@ -210,8 +198,7 @@ class Small(ModelDrafter):
             )  # fmt: skip
         self._target = target
         with ExitStack() as stack:
-            model = DraftModel(path, offload=target.offload, repack=target.repack)
-            stack.callback(model.close)
+            model = stack.enter_context(closing(DraftModel(path, offload=target.offload, repack=target.repack)))
             if model.recurrent:
                 raise ConversionError(
                     path.name, "its memory", found=f"recurrent state, as every {architecture} has it",
@@ -222,12 +209,11 @@ class Small(ModelDrafter):
                     path.name, "the vocabulary", found="another one", wanted=f"the tokens of {target.path.name}",
                     remedy="Draft with a model of the same family.",
                 )  # fmt: skip
-            context = DraftContext(model.address, target, window=window)
-            stack.callback(context.close)
+            context = stack.enter_context(closing(DraftContext(model.address, target, window=window)))
             super().__init__(path, context, stack.pop_all())
 
     def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
-        """See Drafter. It starts anew behind a token that it does not know, and behind media."""
+        """It starts anew behind a token that it does not know, and behind media."""
         unknown = np.flatnonzero((tokens < 0) | (tokens >= self._context.n_vocab))
         if unknown.size:
             skipped = int(unknown[-1]) + 1
@@ -236,7 +222,7 @@ class Small(ModelDrafter):
         self._pending.add(start, tokens)
 
     def propose(self, root: int, most: int) -> Draft | None:
-        """See Drafter. DecodeError if what it computes are no numbers."""
+        """DecodeError if what it computes are no numbers."""
         context = self._context
         if root >= context.n_vocab:
             return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,106 +54,76 @@ CHEAP = 0.1
 """A proposal that takes less than this share of a plain step is asked for on the chance."""
 
 
-class Controls(Protocol):
-    """What decides about drafts. A step asks, proposes, chooses and tells, in this order.
+class Controls:
+    """Decides about drafts; this base decodes plainly. A step calls `ask`, `proposed`, `choose`, `told` in this order.
 
-    speedup: times plain decoding since `begin`, None before it is known. excess: seconds that drafts have cost beyond
-    what they won since `begin`, below 0 if they won. off: why the last step was plain, None if it was not.
+    excess: seconds that drafts have cost beyond what they won since `begin`, below 0 if they won. off: why the last
+    step was plain, None if it verified a draft.
     """
 
+    excess: float = 0.0
+    off: str | None = None
+
     @property
-    def speedup(self) -> float | None: ...
-    @property
-    def excess(self) -> float: ...
-    @property
-    def off(self) -> str | None: ...
+    def speedup(self) -> float | None:
+        """How many times faster than plain decoding the answer is since `begin`; None before that is known."""
+        return None
 
     def begin(self, length: int) -> None:
-        """An answer begins, after a text of so many tokens."""
-        ...
+        """Begin an answer to a text of `length` tokens."""
 
     def apart(self) -> None:
-        """Steps of another kind came between the last step and what follows."""
-        ...
+        """Note that steps of another kind ran since the last step, so the next time is not compared with it."""
 
     def ask(self, source: str, behind: int = 0, instead: Collection[str] = ()) -> int:
-        """How many tokens this source should be asked for now; 0 for none. behind: it has so many to read before.
+        """Return how many tokens to ask a drafter for now; 0 for none.
 
-        instead: sources that can be asked if this one is not; 0 if one of them promises more.
+        behind: tokens that the drafter reads first. instead: drafters that can be asked if this one is not. 0 if one of
+        them promises more.
         """
-        ...
+        return 0
 
     def proposed(self, source: str, draft: Draft | None, seconds: float) -> None:
-        """What it proposed, None or empty for nothing, and how long that took."""
-        ...
+        """Note a proposal, None or empty for nothing, and the seconds it took."""
 
     def choose(self, draft: Draft, instead: Collection[str] = ()) -> int:
-        """Rows to verify, the root included: the first rows - 1 nodes, padded if there are fewer. 1 for a plain step.
+        """Return the rows to verify, the root included: the first rows - 1 nodes, padded if there are fewer.
 
-        instead: sources that could be asked as well; 1 if one of them promises more.
+        1 is a plain step. instead: drafters that could be asked as well. 1 if one of them promises more.
         """
-        ...
+        return 1
 
     def told(
         self, rows: int, seconds: float, draft: Draft | None = None, path: Sequence[int] = (), *,
         stopped: bool = False, beside: int = 0,
     ) -> None:  # fmt: skip
-        """A step of so many rows took so long, proposals not included, and accepted the nodes of `path`.
+        """Note a step: its rows, its seconds without proposals, and the accepted nodes (`path`) of its draft.
 
-        draft: what was verified, without padding. stopped: the text ended there, so what follows was not tested.
-        beside: rows of other texts in the step, not counted in `rows`. The next step is taken to have as many.
+        draft: what the step verified, without padding. stopped: the text ended there, so nodes after the path were not
+        tested. beside: rows of other texts in the step, not counted in `rows`. The next step is expected to have as
+        many.
         """
-        ...
 
     def idle(self, sources: Collection[str]) -> int:
-        """For so many steps from now on none of these is worth asking, so that these steps need not be told."""
-        ...
+        """Return for how many steps none of these drafters is worth asking. These steps need no `told`."""
+        return 0
 
     def passed(self, steps: int) -> float:
-        """So many plain steps were neither timed nor told. How long they took, as far as is known."""
-        ...
+        """Note plain steps that were neither timed nor told. Returns the seconds they took, as far as is known."""
+        return 0.0
 
 
-class Fixed:
-    """Always the same rows, whatever they take: what is verified depends on the tokens alone."""
-
-    speedup = None
-    excess = 0.0
-    off = None
+class Fixed(Controls):
+    """Always verifies the same number of rows, so the steps depend on the tokens alone."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
 
-    def begin(self, length: int) -> None:
-        """See `Controls`."""
-
-    def apart(self) -> None:
-        """See `Controls`."""
-
     def ask(self, source: str, behind: int = 0, instead: Collection[str] = ()) -> int:
-        """See `Controls`."""
         return self._rows - 1
 
-    def proposed(self, source: str, draft: Draft | None, seconds: float) -> None:
-        """See `Controls`."""
-
     def choose(self, draft: Draft, instead: Collection[str] = ()) -> int:
-        """See `Controls`."""
         return self._rows if len(draft) else 1
-
-    def told(
-        self, rows: int, seconds: float, draft: Draft | None = None, path: Sequence[int] = (), *,
-        stopped: bool = False, beside: int = 0,
-    ) -> None:  # fmt: skip
-        """See `Controls`."""
-
-    def idle(self, sources: Collection[str]) -> int:
-        """See `Controls`."""
-        return 0
-
-    def passed(self, steps: int) -> float:
-        """See `Controls`."""
-        return 0.0
 
 
 class _Source:
@@ -201,7 +171,7 @@ class _Choice(NamedTuple):
     short: bool
 
 
-class Controller:
+class Controller(Controls):
     """Chooses what wins most tokens a second, as steps and drafts have been lately.
 
     With P the time that plain decoding would have taken for the same tokens, T[1] that of one of its steps, an answer
@@ -239,9 +209,8 @@ class Controller:
         self.begin(0)
 
     def begin(self, length: int) -> None:
-        """See `control.Controls`."""
         self.excess = 0.0
-        self.off: str | None = None
+        self.off = None
         self._length = length
         self._plain = 0.0  # seconds plain decoding would have taken
         self._took = 0.0
@@ -256,7 +225,6 @@ class Controller:
 
     @property
     def speedup(self) -> float | None:
-        """See `control.Controls`."""
         return self._plain / self._took if self._took else None
 
     @property
@@ -273,11 +241,9 @@ class Controller:
         return (self._beside + tokens) / (self._beside + 1)
 
     def apart(self) -> None:
-        """See `control.Controls`."""
         self._rows = 0
 
     def ask(self, source: str, behind: int = 0, instead: Collection[str] = ()) -> int:
-        """See `control.Controls`."""
         known = self._source(source)
         known.behind = behind if behind >= PROMPT else 0
         most = self._widths[-1] - 1
@@ -303,7 +269,6 @@ class Controller:
         return 0
 
     def proposed(self, source: str, draft: Draft | None, seconds: float) -> None:
-        """See `control.Controls`."""
         known = self._source(source)
         count = len(draft) if draft is not None else 0
         known.proposed(count, seconds)
@@ -313,7 +278,6 @@ class Controller:
             self._fail(source)
 
     def choose(self, draft: Draft, instead: Collection[str] = ()) -> int:
-        """See `control.Controls`."""
         if not len(draft) or self._due or not self._knows:
             return 1
         tokens = expected(draft, self._source(draft.source).survival.of(draft))
@@ -332,7 +296,6 @@ class Controller:
         self, rows: int, seconds: float, draft: Draft | None = None, path: Sequence[int] = (), *,
         stopped: bool = False, beside: int = 0,
     ) -> None:  # fmt: skip
-        """See `control.Controls`."""
         first, changed = rows != self._rows and not beside, self._rows not in (0, rows)
         won, self._beside = 1 + len(path), beside
         self._times.told(rows + beside, seconds, first=first)  # others change their rows at any time
@@ -354,13 +317,11 @@ class Controller:
                 source.survival.rest()
 
     def idle(self, sources: Collection[str]) -> int:
-        """See `control.Controls`."""
         if self._due or self._rows != 1 or not self._knows:
             return 0
         return min((self._source(name).resting for name in sources), default=LOOK)
 
     def passed(self, steps: int) -> float:
-        """See `control.Controls`."""
         seconds = steps * self._time(1)
         self._plain += seconds
         self._took += seconds

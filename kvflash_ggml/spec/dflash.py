@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +35,6 @@ class Positions:
     outputs = True
 
     def read(self, context: DraftContext, most: int, branches: int) -> Draft:
-        """See Reader."""
         rows = range(self.first, self.first + min(most, self.size))
         ids, logp = context.top(rows, max(1, branches))
         return (
@@ -58,11 +57,10 @@ class Markov:
 
     @property
     def states(self) -> int:
-        """See Reader."""
         return stock.STATES if self.confident else stock.NO_STATES
 
     def read(self, context: DraftContext, most: int, branches: int) -> Draft:
-        """See Reader. There is one branch: the graph goes on from the likeliest tokens."""
+        """There is one branch: the graph goes on from the likeliest tokens."""
         rows = range(self.first, self.first + min(most, self.size))
         ids, logp = context.top(rows, 1)
         sure = logp[:, 0]
@@ -84,7 +82,7 @@ class Lattice:
     outputs = False
 
     def read(self, context: DraftContext, most: int, branches: int) -> Draft:
-        """See Reader. DraftError if it holds what are no numbers."""
+        """DraftError if it holds what are no numbers."""
         tokens, logp = self.unpacked(context.states(self.first + min(most, self.size))[self.first :])
         if branches > 1:
             return tree.from_lattice(tokens, logp[0, 0], logp[1:], most, self.name)
@@ -151,14 +149,13 @@ class DFlash(ModelDrafter):
         self._branches = branches
         self.name = self._reader.name
         with ExitStack() as stack:
-            weights = DraftModel(path, offload=target.offload, repack=target.repack)
-            stack.callback(weights.close)
+            weights = stack.enter_context(closing(DraftModel(path, offload=target.offload, repack=target.repack)))
             shares = not {"token_embd.weight", "output.weight"} <= file.tensors.keys()
             context = DraftContext(
                 weights.address, target, window=window, shares=shares, states=self._reader.states,
                 causal=bool(it.causal),
             )  # fmt: skip
-            stack.callback(context.close)
+            stack.enter_context(closing(context))
             self.wants = Features(it.target_layers, newest=context.window)
             super().__init__(path, context, stack.pop_all())
 
@@ -168,14 +165,14 @@ class DFlash(ModelDrafter):
         return self._reader.size
 
     def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
-        """See Drafter. Without rows of these tokens it starts anew behind them."""
+        """Without rows of these tokens it starts anew behind them."""
         if rows is None:
             self._pending.reset(start + len(tokens))
         else:
             self._pending.add(start, tokens, rows)
 
     def propose(self, root: int, most: int) -> Draft | None:
-        """See Drafter. DecodeError or DraftError if what it computes are no numbers."""
+        """DecodeError or DraftError if what it computes are no numbers."""
         self._read()
         context, end = self._context, self._pending.end
         if context.end != end or context.first == end:

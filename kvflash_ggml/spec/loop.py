@@ -412,7 +412,6 @@ class Speculator:
     # --- what becomes of the text
 
     def evaluated(self, start: int, tokens: Int32s, *, ahead: bool) -> None:
-        """See `sequence.step.Follower`."""
         if ahead and self._ahead_from is None:
             self._ahead_from = start
         if self._features is None:
@@ -430,14 +429,12 @@ class Speculator:
             self._observe(start, tokens, rows)
 
     def retained(self, length: int) -> None:
-        """See `sequence.step.Follower`."""
         if self._ahead is not None:
             start, tokens, rows = self._ahead
             self._ahead = None
             self._observe(start, tokens[: length - start], rows[: length - start])
 
     def settled(self, path: Sequence[int]) -> None:
-        """See `sequence.step.Follower`."""
         if self._ahead_from is not None:
             self._forget(self._ahead_from)
             self._ahead_from = None
@@ -447,7 +444,6 @@ class Speculator:
             self._observe(start, tokens[list(path)], rows[list(path)])
 
     def truncated(self, length: int) -> None:
-        """See `sequence.step.Follower`."""
         self._ahead = self._ahead_from = None
         self._forget(length)
 
@@ -459,11 +455,9 @@ class Speculator:
                 self._tell(one, partial(one.drafter.truncate, length))
 
     def state(self) -> list[SavedDraft]:
-        """See `sequence.step.Follower`."""
         return _states(one.drafter for one in self._asked if one.known and one.follows)
 
     def load(self, saved: Sequence[SavedDraft], tokens: Int32s) -> None:
-        """See `sequence.step.Follower`."""
         for one in self._asked:
             if one.failed:
                 continue

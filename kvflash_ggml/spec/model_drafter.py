@@ -81,24 +81,49 @@ class PendingTokens:
             self._rows[0] = self._rows[0][over:]
 
 
-class DraftMemory:
-    """Puts a drafter's context aside, and back where it is of the same origin.
+class ModelDrafter:
+    """The base of drafters with a model of their own. They read the text when a draft is wanted, all at once.
 
-    name: of the drafter. path: of its file, which has just been loaded.
+    path: the model's file, which has just been loaded. own: whatever the drafter holds, its context included; closed
+    with it. place: where the context has the token at position p: 0 for p, -1 for p - 1.
     """
 
-    def __init__(self, name: str, path: Path, context: DraftContext) -> None:
-        self._name = name
-        self._file = ModelFile(path)
+    name: str
+
+    def __init__(self, path: Path, context: DraftContext, own: ExitStack, *, place: int = 0) -> None:
         self._context = context
+        self._file = ModelFile(path)
+        self._pending = PendingTokens(context.window)
+        self._place = place
+        self._stack = own
 
-    def state(self, length: int, rows: Floats = _NO_ROWS, *, place: int = 0) -> SavedDraft | None:
-        """What it holds of a text of `length` tokens, None if that is nothing. SnapshotError if its file was replaced.
+    def truncate(self, length: int) -> None:
+        self._pending.truncate(length)
+        self._context.truncate(max(0, length + self._place))
 
-        rows: what else is kept, [n, width]. place: where the context stands for a token, before its own position.
+    def state(self) -> SavedDraft | None:
+        self._read()
+        return self._saved()
+
+    def load(self, saved: SavedDraft) -> None:
+        self._restore(saved)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _read(self) -> None:
+        """Evaluate the pending tokens: by rows of the target where there are any, else by the tokens."""
+        start, tokens, rows = self._pending.take()
+        self._context.truncate(start)
+        self._context.feed(start, tokens if rows is None else None, rows)
+
+    def _saved(self, rows: Floats = _NO_ROWS) -> SavedDraft | None:
+        """Return the state of the context and `rows` [n, width]; None if the context does not end where the text ends.
+
+        Nothing may be pending. SnapshotError if the model's file was replaced.
         """
-        context = self._context
-        if context.first == context.end or context.end != length + place:
+        context, length = self._context, self._pending.end
+        if context.first == context.end or context.end != length + self._place:
             return None
         return SavedDraft(
             origin=self._origin(),
@@ -109,64 +134,24 @@ class DraftMemory:
             rows=Bytes(np.ascontiguousarray(rows, np.float32).tobytes()),
         )
 
-    def load(self, saved: SavedDraft, width: int = 1, *, place: int = 0) -> Floats:
-        """Hold what was put aside. Returns the rows, [n, width].
-
-        SnapshotError, and nothing held, if it does not fit.
+    def _restore(self, saved: SavedDraft, width: int = 1) -> Floats:
+        """Put a saved state in place and return its rows [n, width]. SnapshotError, and an empty context, if it does
+        not fit.
         """
         context = self._context
         context.reset()
         if saved.origin != self._origin():
             raise SnapshotError("another file has drafted, or with another window")
-        if saved.rows.size % (4 * width) or saved.end != saved.length + place:
-            raise SnapshotError("it cannot be as it says")
+        if saved.rows.size % (4 * width) or saved.end != saved.length + self._place:
+            raise SnapshotError("its sizes contradict each other")
         rows = np.frombuffer(saved.rows.read(), np.float32).reshape(-1, width)
         if len(rows) > saved.length or not np.isfinite(rows).all():
-            raise SnapshotError("it cannot be as it says")
+            raise SnapshotError("its rows are damaged")
         context.load(saved.first, saved.end, bytes(saved.context.read()))
         if context.first == context.end:
             raise SnapshotError("llama.cpp does not take it")
+        self._pending.reset(saved.length)
         return rows
 
     def _origin(self) -> Origin:
-        return Origin(self._name, self._file.identity(), self._context.window, self._context.types)
-
-
-class ModelDrafter:
-    """The part that drafters with a model of their own share: they read the text when a draft is wanted, all at once.
-
-    path: of the model's file. own: what the drafter holds, its context first; closed with it.
-    """
-
-    name: str
-
-    def __init__(self, path: Path, context: DraftContext, own: ExitStack) -> None:
-        self._context = context
-        self._memory = DraftMemory(self.name, path, context)
-        self._pending = PendingTokens(context.window)
-        self._stack = own
-
-    def truncate(self, length: int) -> None:
-        """See Drafter."""
-        self._pending.truncate(length)
-        self._context.truncate(length)
-
-    def state(self) -> SavedDraft | None:
-        """See Remembering."""
-        self._read()
-        return self._memory.state(self._pending.end)
-
-    def load(self, saved: SavedDraft) -> None:
-        """See Remembering."""
-        self._memory.load(saved)
-        self._pending.reset(saved.length)
-
-    def close(self) -> None:
-        """See Drafter."""
-        self._stack.close()
-
-    def _read(self) -> None:
-        """Read what lags: rows of the target where there are any, else the tokens."""
-        start, tokens, rows = self._pending.take()
-        self._context.truncate(start)
-        self._context.feed(start, tokens if rows is None else None, rows)
+        return Origin(self.name, self._file.identity(), self._context.window, self._context.types)

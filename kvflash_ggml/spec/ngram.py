@@ -163,7 +163,7 @@ class NGram:
         self._chains = tuple(Chains() for _ in ORDERS)
 
     def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
-        """See `Drafter`. What comes before a gap is forgotten."""
+        """What comes before a gap is forgotten."""
         if start > self._base + self._length:
             self.close()
             self._base = start
@@ -178,7 +178,7 @@ class NGram:
             self._index()
 
     def propose(self, root: int, most: int) -> Draft | None:
-        """See `Drafter`. The log-probabilities grow with the match, and are no more than a guess."""
+        """The log-probabilities grow with the match, and are no more than a guess."""
         self._text[self._length] = root
         found = self._longest(self._index(beyond=1))
         if found is None or most < 1:
@@ -193,7 +193,6 @@ class NGram:
         return chain(tokens[:count], self.name, np.full(count, np.log(match / (match + 1)), np.float32))
 
     def truncate(self, length: int) -> None:
-        """See `Drafter`."""
         left = max(0, length - self._base)
         self._length = min(self._length, left)
         self._indexed = min(self._indexed, left)
@@ -201,7 +200,6 @@ class NGram:
             chains.truncate(_windows(left, order))
 
     def close(self) -> None:
-        """See `Drafter`."""
         self.truncate(0)
         self._text = np.empty(1, np.int32)
         self._chains = tuple(Chains() for _ in ORDERS)

@@ -20,15 +20,13 @@ Choices = Iterable[tuple[int, float, int]]
 """What may follow: token, logarithm of its probability, and the state it leads to."""
 
 
-def from_positions(tokens: Int32s, logp: Floats, most: int, source: str, *, temperature: float = 1.0) -> Draft:
+def from_positions(tokens: Int32s, logp: Floats, most: int, source: str) -> Draft:
     """The tree of `most` nodes that wins most tokens if each position is drawn apart from the others.
 
     tokens, logp: [positions, k], the likeliest tokens of each position and the logarithms of their probabilities; not a
-    number or minus infinity for none. temperature: of these distributions, for a drafter that is too sure (above 1) or
-    not sure enough; what all k have together stays. The nodes are in the order of their worth: the first n are the
-    best tree of n.
+    number or minus infinity for none. The nodes are in the order of their worth: the first n are the best tree of n.
     """
-    rows = [_ranked(*row) for row in zip(tokens.tolist(), _tempered(logp, temperature).tolist(), strict=True)]
+    rows = [_ranked(*row) for row in zip(tokens.tolist(), logp.tolist(), strict=True)]
 
     def after(position: int) -> Choices:
         return ((token, chance, position + 1) for token, chance, _ in rows[position]) if position < len(rows) else ()
@@ -36,16 +34,13 @@ def from_positions(tokens: Int32s, logp: Floats, most: int, source: str, *, temp
     return _best_first(0, after, most, source)
 
 
-def from_lattice(
-    tokens: Int32s, first: Floats, steps: Floats, most: int, source: str, *, temperature: float = 1.0
-) -> Draft:
+def from_lattice(tokens: Int32s, first: Floats, steps: Floats, most: int, source: str) -> Draft:
     """The same where the probability of a token depends on the one before it.
 
     tokens: [positions, k]. first: [k], logarithms of the probabilities of the first position. steps: [positions - 1, k,
     k], those of each token of the next position, given each of this one.
     """
     k = tokens.shape[1] if len(tokens) else 0
-    first, steps = _tempered(first, temperature), _tempered(steps, temperature)
 
     def after(state: int) -> Choices:
         position, before = divmod(state, k) if state != ROOT else (-1, 0)
@@ -143,17 +138,6 @@ def _ranked(tokens: list[int], logp: list[float]) -> list[tuple[int, float, int]
         if logp[at] > -np.inf and tokens[at] not in found and len(found) < SIBLINGS:
             found[tokens[at]] = (tokens[at], min(0.0, logp[at]), at)
     return list(found.values())
-
-
-def _tempered(logp: Floats, temperature: float) -> Floats:
-    """Logarithms of probabilities at another temperature, those of each last axis with the sum they had."""
-    if temperature == 1 or not logp.size:
-        return logp
-    shares = np.nan_to_num(np.exp(logp.astype(np.float64)))
-    changed = shares ** (1 / temperature)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        changed *= shares.sum(axis=-1, keepdims=True) / changed.sum(axis=-1, keepdims=True)
-        return np.log(changed).astype(np.float32)
 
 
 def _best_first(state: int, after: Callable[[int], Choices], most: int, source: str) -> Draft:

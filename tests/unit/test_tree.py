@@ -106,14 +106,6 @@ def test_what_is_no_probability_is_left_out() -> None:
     assert len(from_lattice(empty, np.zeros(3, np.float32), np.empty((0, 3, 3), np.float32), 8, "made up")) == 0
 
 
-def test_temperature_makes_chains_or_bushes() -> None:
-    tokens = np.arange(40, dtype=np.int32).reshape(10, 4)
-    logp = np.tile(np.log(np.array([0.6, 0.2, 0.1, 0.05], np.float32)), (10, 1))
-    assert worth(from_positions(tokens, logp, 500, "made up", temperature=3.0)) < 1 / (1 - 0.95)
-    sharp, plain, soft = (from_positions(tokens, logp, 12, "made up", temperature=t) for t in (0.2, 1.0, 3.0))
-    assert sharp.depths().max() > plain.depths().max() > soft.depths().max()
-
-
 @given(seed=st.integers(0, 10_000), n=st.integers(0, 30), sure=st.booleans())
 def test_rows_are_in_order_of_depth(seed: int, n: int, sure: bool) -> None:
     rng = np.random.default_rng(seed)
