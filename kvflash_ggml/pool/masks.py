@@ -1,8 +1,8 @@
-"""Attention masks: mask rows over the slots of a pool or of a layer buffer, and the order of the rows of a draft tree.
+"""Attention masks: mask rows over the slots of a pool or of a layer buffer, and the row order of a draft tree.
 
-One rule everywhere: a slot that holds position `p` is visible to a query at position `q` iff `0 <= p <= q`. Rows of
-rejected drafts, of a truncated tail and of free blocks are hidden by it without being cleared. Rows of an image see
-each other, too, where a model wants it. A position is the number of a row in its text.
+One rule everywhere: a query at position `q` sees a slot that holds position `p` iff `0 <= p <= q`. The rule hides rows
+of rejected drafts, of a truncated tail and of free blocks, so nobody has to clear them. Rows of an image also see each
+other where a model wants that. A position is the number of a row in its text.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ FREE = -1
 
 
 class MaskRows:
-    """Room for the rows of one step, which all texts of a pool use in turn, or side by side.
+    """Room for the mask rows of one step. The texts of a pool use it in turn, or side by side.
 
-    data: [max_rows, n_slots], half precision with flash attention, float32 without. owners: who wrote each row.
+    data: [max_rows, n_slots], half precision with flash attention, float32 without. owners: the mask that wrote each
+    row.
     """
 
     def __init__(self, n_slots: int, max_rows: int, *, f32: bool) -> None:
@@ -33,9 +34,9 @@ class MaskRows:
 
 
 class SlotMask:
-    """What one text sees. `fill` writes rows for the planned tokens, from row `first` of the step on.
+    """The mask of one text. `fill` writes the rows of the planned tokens, from row `first` of the step on.
 
-    They are valid until the next step with these rows. A text that decodes in one place writes one value a token.
+    The rows are valid until the next step that uses them. A text that decodes in the same row writes one value a token.
     """
 
     def __init__(self, rows: MaskRows) -> None:
@@ -49,7 +50,7 @@ class SlotMask:
         self._row = 0
 
     def place(self, block: int, chunk: int) -> None:
-        """The block holds the positions of the chunk."""
+        """Note that the block holds the positions of the chunk."""
         self.slot_pos[block * CHUNK : (block + 1) * CHUNK] = np.arange(chunk * CHUNK, (chunk + 1) * CHUNK)
         self._base = -2
 
@@ -62,11 +63,11 @@ class SlotMask:
         self._base = -2
 
     def truncate(self) -> None:
-        """Positions have been taken back: the next row is built from scratch."""
+        """Build the next row from scratch, since positions were taken back."""
         self._base = -2
 
     def fill(self, start: int, slots: Int32s, first: int = 0) -> npt.NDArray[np.floating]:
-        """Rows for the tokens at positions start, start + 1, ... that take `slots` (shape [n])."""
+        """Write and return the rows of the tokens at positions start, start + 1, ... that take `slots` (shape [n])."""
         n = len(slots)
         if n == 1 and self._base == start - 1 and self._row == first and self._rows.owners[first] is self:
             rows = self._rows.data[first : first + 1]  # once a token
@@ -80,15 +81,15 @@ class SlotMask:
         return rows
 
     def open_span(self, slots: Int32s, first: int = 0) -> None:
-        """Let the rows that `fill` has written last see each other. They take these slots."""
+        """Let the rows that `fill` wrote last see each other. The rows take these slots."""
         self._rows.data[first : first + len(slots), slots] = self._open
         self._base = -2
 
     def fill_tree(self, start: int, slots: Int32s, parent: Int32s, first: int = 0) -> npt.NDArray[np.floating]:
-        """Rows for the nodes of a tree that follows the positions before `start`, each in a slot of its own.
+        """Write and return the rows of a tree that follows the positions before `start`, each row in a slot of its own.
 
-        parent: [n], the row before each, of a smaller number; -1 for the root, row 0, which is at `start`. A node sees
-        what the root sees, and its ancestors, wherever they lie.
+        parent: [n], the parent row of each row, a smaller number; -1 for the root, row 0, which is at `start`. A row
+        sees what the root sees, and its ancestors, wherever they lie.
         """
         rows = self._take(len(slots), first)
         rows[0] = np.where(self._before(start), self._open, self._closed)
@@ -100,17 +101,19 @@ class SlotMask:
         return rows
 
     def _before(self, start: int) -> npt.NDArray[np.bool_]:
-        """Which slots hold positions before this one?"""
+        """Return which slots hold positions before `start`."""
         return (self.slot_pos >= 0) & (self.slot_pos < start)
 
     def _take(self, n: int, first: int) -> npt.NDArray[np.floating]:
-        """Rows to be written, which are its own from now on."""
+        """Return the rows to write. This mask owns them from now on."""
         self._rows.owners[first : first + n] = [self] * n
         self._row = first
         return self._rows.data[first : first + n]
 
     def _own_triangle(self, rows: npt.NDArray[np.floating], start: int, slots: Int32s) -> None:
-        """Open each new slot to its own token and all later ones; a block at a time, since runs are whole."""
+        """Open each new slot to its own token and all later ones, a block at a time: slots of a block are
+        consecutive.
+        """
         n = len(slots)
         a = 0
         while a < n:
@@ -122,7 +125,7 @@ class SlotMask:
 
 
 class AlibiMask(SlotMask):
-    """Mask rows of the same rule, for models whose attention adds the negative distance instead of rotating keys."""
+    """The same rule for models whose attention adds the negative distance instead of rotating keys."""
 
     def fill(self, start: int, slots: Int32s, first: int = 0) -> npt.NDArray[np.floating]:
         query = np.arange(start, start + len(slots), dtype=np.int32)[:, None]
@@ -151,9 +154,10 @@ Halves = npt.NDArray[np.float16]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """chunks: sealed ones, ascending. rows: of the open chunk that come before the step's own tokens.
+    """The chunks and rows that a streamed step sees.
 
-    whole: are these all there are?
+    chunks: sealed chunks, ascending. rows: rows of the open chunk before the step's own tokens. whole: whether these
+    are the whole text before the step.
     """
 
     chunks: tuple[int, ...]
@@ -166,18 +170,20 @@ class View:
 
 
 def everything_is_resident(layout: Layout, start: int) -> bool:
-    """Would a step at `start` see the whole text before it in the pool?"""
+    """Return whether a step at `start` would see the whole text before it in the pool."""
     first, here = -(-start // CHUNK), layout.resident_chunks
     return first == 0 or (len(here) >= first and here[first - 1] == first - 1)  # they ascend
 
 
 def lies_in_order(layout: Layout, first: int = 0) -> bool:
-    """Is every chunk in the block where a cache that holds the whole text has it? first: the block of the first one."""
+    """Return whether every chunk is in the block where a full cache has it. first: the block of chunk 0."""
     return all(chunk.block == c for c, chunk in enumerate(layout.chunks, first))
 
 
 def choose(start: int, room: int, keep: Iterable[int], ranking: Ranking | None) -> View:
-    """The text before `start`, or the best `room` chunks of it: `keep`, then by rank, then the newest."""
+    """Return a view of the text before `start`, or of its best `room` chunks: `keep` first, then by score, then the
+    newest.
+    """
     sealed, rows = divmod(start, CHUNK)
     if sealed <= room:
         return View(tuple(range(sealed)), rows, True)
@@ -189,9 +195,9 @@ def choose(start: int, room: int, keep: Iterable[int], ranking: Ranking | None) 
 
 
 class StageMask:
-    """Rows of a streamed step, in half precision. `fill` writes them for one step, valid until the next.
+    """Mask rows of a streamed step, in half precision. `fill` writes them for one step; they are valid until the next.
 
-    max_rows: tokens of a step at most.
+    max_rows: the most tokens of a step.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -199,10 +205,10 @@ class StageMask:
         self._filled = (0, 0, False)
 
     def fill(self, start: int, count: int, view: View, *, mutual: bool = False) -> tuple[Halves, int]:
-        """(rows [count, n], the row of the stage that their first column is).
+        """Return (rows [count, n], the row of the layer buffer at their first column).
 
-        What comes before that is visible to every token. Of the rest a token sees what is at or before its position, or
-        everything if they are `mutual`.
+        Every token sees what comes before that column. Of the rest a token sees what is at or before its position, or
+        everything if the tokens are `mutual`.
         """
         if self._filled != (view.rows, count, mutual):  # a prompt is read in steps that are alike
             seen = np.tri(count, self._data.shape[1], view.rows, dtype=bool)
@@ -213,7 +219,7 @@ class StageMask:
 
 
 class AlibiStageMask(StageMask):
-    """For models whose attention adds the negative distance: it is given for all rows."""
+    """The same for models whose attention adds the negative distance: the mask covers all rows."""
 
     def fill(self, start: int, count: int, view: View, *, mutual: bool = False) -> tuple[Halves, int]:
         assert not mutual
@@ -231,10 +237,10 @@ class AlibiStageMask(StageMask):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branches:
-    """The rows of a tree in the order of depth; row 0 is the root.
+    """The rows of a draft tree, ordered by depth; row 0 is the root.
 
-    depth: [n], positions after the root's. parent: [n], the row before each, -1 for the root. where: [n], positions
-    after the root's whose slots they take.
+    depth: [n], distance from the root. parent: [n], the parent row of each, -1 for the root. where: [n], the position
+    after the root's whose slot the row takes.
     """
 
     depth: Int32s
@@ -243,15 +249,15 @@ class Branches:
 
     @property
     def room(self) -> int:
-        """Positions from the root's on whose slots are needed."""
+        """How many positions from the root's on the rows take slots of."""
         return int(self.where.max()) + 1
 
 
 def places(depth: Int32s, main: npt.NDArray[np.bool_]) -> Int32s:
-    """The position whose slot each row takes, [n].
+    """Return the position whose slot each row takes, [n], counted from the root.
 
-    depth: [n], positions after the root's. main: [n], is the row on the chain that is expected to stay? These lie where
-    they would stay. The others lie beyond the deepest row, where no path goes.
+    depth: [n], distance from the root. main: [n], whether the row is on the chain that is expected to be accepted.
+    These rows take their final slots. The other rows take slots beyond the deepest row, where no path goes.
     """
     where: Int32s = depth.copy()
     where[~main] = depth.max() + 1 + np.arange(np.count_nonzero(~main))
@@ -259,12 +265,12 @@ def places(depth: Int32s, main: npt.NDArray[np.bool_]) -> Int32s:
 
 
 def leaving(path: Sequence[int], where: Int32s) -> list[int]:
-    """The places of the rows off a path, which are forgotten. path: row numbers from the root on."""
+    """Return the places of the rows off a path, which are dropped. path: row numbers from the root on."""
     off = set(range(len(where))) - set(path)
     return [int(where[row]) for row in sorted(off)]
 
 
 def moving(path: Sequence[int], where: Int32s) -> tuple[list[int], list[int]]:
-    """The places that rows of a path leave, and their new places: the positions after the root, in order."""
+    """Return the places that rows of a path leave, and their new places: the positions after the root, in order."""
     pairs = [(at, to) for to, at in enumerate(where[list(path)].tolist()) if at != to]
     return [at for at, _ in pairs], [to for _, to in pairs]

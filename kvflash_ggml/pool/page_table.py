@@ -1,11 +1,11 @@
 """The page table of one text: which chunk is in which block, and which chunk is evicted.
 
-Pure mapping: nothing here moves a byte. A change is worked out as a `Plan`, or refused by an exception; it is done when
-`commit` puts the new layout in place of the old one. Chunk `c` holds the positions [c*CHUNK, (c+1)*CHUNK). Whether the
-host has it is for its images to say, and noted nowhere else.
+It is a pure mapping: nothing here moves a byte. A method returns a change as a `Plan`, or raises. `commit` puts the
+plan's layout in place of the old one once the moves are done. Chunk `c` holds the positions [c*CHUNK, (c+1)*CHUNK).
+Only the images know whether the host has a chunk.
 
-Rows can be written ahead of the text, to see whether they will be of it: they lie in the blocks of the layout, beyond
-its length, until `accept` takes the first of them over and drops the rest.
+Draft rows lie in the blocks of the layout beyond its length, until `accept` takes the first of them over and drops the
+rest.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class BlockAllocator:
 ANY = -2
 
 PREFILL_FREE_SHARE = 0.25
-"""Share of the blocks that are free for a span of a prompt, which is left to chunks that the span may refer to."""
+"""Share of the blocks that are free for a prompt step which the step leaves to chunks that it may refer to."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class PageTable:
         blocks.join(self)
 
     def close(self) -> None:
-        """Its blocks are free."""
+        """Give the blocks back."""
         self.reset()
         self.blocks.leave(self)
 
@@ -119,17 +119,17 @@ class PageTable:
 
     @property
     def held(self) -> frozenset[int]:
-        """The blocks that the text is in."""
+        """The blocks that hold the text."""
         return self.layout.blocks
 
     @property
     def quota(self) -> int:
-        """The most blocks that the text could hold."""
+        """The most blocks that the text can hold."""
         return self.blocks.quota(self)
 
     @property
     def epoch(self) -> int:
-        """Changes whenever a block changes its chunk."""
+        """A number that changes whenever a block changes its chunk."""
         return self.layout.epoch
 
     @property
@@ -142,7 +142,7 @@ class PageTable:
 
     @property
     def unsaved(self) -> range:
-        """Sealed chunks whose bytes are on the device only: the newest."""
+        """Sealed chunks whose bytes are only on the device: the newest ones."""
         images = self.images
         first = end = self.layout.length // CHUNK
         while first and first - 1 not in images:
@@ -150,7 +150,7 @@ class PageTable:
         return range(first, end)
 
     def protected(self, first: int, last: int) -> set[int]:
-        """Chunks that may not leave while [first, last] is appended."""
+        """Return the chunks that may not leave while [first, last] is appended."""
         return residency.protected(first, last, sinks=self.sinks, tail=self.tail, pins=self.pins)
 
     def protected_at(self, length: int) -> set[int]:
@@ -171,14 +171,14 @@ class PageTable:
         return inside, residency.others(sealed, keep.union(here))
 
     def would_recall(self, start: int, ranking: Ranking) -> bool:
-        """Would reselection bring anything back, for the tokens from `start` on?"""
+        """Return whether reselection would page anything in, for the tokens from `start` on."""
         keep = self.protected(start // CHUNK, max(0, self.length - 1) // CHUNK)
         return not self._best(self.resident_chunks, keep, ranking).issubset(self.resident_chunks)
 
     def room(self, start: int, *, spare: bool = False) -> int:
-        """How many tokens can be appended at `start` in one span without evicting the span itself.
+        """Return how many tokens one step can append at `start` without evicting its own chunks.
 
-        spare: leave some blocks to what a reselection would have resident beside the span.
+        spare: leave some blocks to chunks that a reselection would make resident beside the step.
         """
         if not self.bounded:
             return self.quota * CHUNK - start
@@ -191,7 +191,7 @@ class PageTable:
     # --- changes
 
     def pin_range(self, lo: int, hi: int) -> None:
-        """Never evict the chunks of [lo, hi). Refused as a whole if no victim would be left."""
+        """Never evict the chunks of [lo, hi). ConfigError, and no new pin, if nothing could be evicted any more."""
         if not 0 <= lo < hi:
             raise ConfigError(f"a pin is [lo, hi) with 0 <= lo < hi, not [{lo}, {hi})")
         first, end = lo // CHUNK, (hi - 1) // CHUNK + 1
@@ -222,10 +222,10 @@ class PageTable:
         rebuild: bool = False,
         places: PageTableState | None = None,
     ) -> Plan:
-        """The text with positions [start, start + count), and with whatever must be resident beside them.
+        """Plan the text with positions [start, start + count), and with whatever must be resident beside them.
 
-        ranking: which chunk is evicted first. rebuild: make the chunks that rank best resident.
-        places: plan as if the text lay as in this table of it.
+        ranking: the lowest score is evicted first. rebuild: make the chunks with the best scores resident. places: plan
+        as if the text lay as in this table of it. Raises PoolExhausted.
         """
         old = self.layout
         assert start == old.length
@@ -270,7 +270,7 @@ class PageTable:
         return Plan(Layout(chunks, start + count, clock, epoch, True, there), moves)
 
     def truncate(self, length: int) -> Plan:
-        """The text without positions >= `length`, on both tiers."""
+        """Plan the text without positions >= `length`, in the pool and on the host."""
         old = self.layout
         assert 0 <= length <= old.length
         keep = -(-length // CHUNK)
@@ -285,13 +285,13 @@ class PageTable:
         return Plan(Layout(chunks, length, old.clock, old.epoch + 1, False, there), moves)
 
     def commit(self, plan: Plan) -> None:
-        """What was planned has been done. To be done again if it is interrupted."""
+        """Take a plan over whose moves are done. Repeat it if it was interrupted."""
         for c in plan.moves.drop:
             self.images.drop(c)
         self.layout = plan.layout  # last: until then the plan tells what is left to drop
 
     def commit_ahead(self, plan: Plan) -> None:
-        """What was planned has been done, but its rows are not of the text yet: `accept` follows."""
+        """Take a plan over whose moves are done and whose rows are draft rows. `accept` follows."""
         self.commit(plan._replace(layout=replace(plan.layout, length=self.length)))
 
     def shrink(self, most: int, ranking: Ranking | None = None) -> Plan:
@@ -308,7 +308,7 @@ class PageTable:
         return Plan(Layout(chunks, old.length, old.clock, old.epoch + 1, old.settled, there), moves)
 
     def accept(self, length: int) -> Plan:
-        """Take draft rows before `length` into the text, and drop the other draft rows."""
+        """Plan the text with the draft rows before `length`, and without the other draft rows."""
         old = self.layout
         chunks, moves = old.chunks[: -(-length // CHUNK)], Moves()
         for c in range(len(chunks), len(old.chunks)):
@@ -319,7 +319,7 @@ class PageTable:
         return Plan(Layout(chunks, length, old.clock, old.epoch + bool(moves), settled, there), moves)
 
     def strand(self, c: int) -> None:
-        """The block of a chunk has lost its bytes, and they cannot be brought back: it is on the host only."""
+        """Note that a block has lost its bytes and cannot be filled again: the chunk is only on the host."""
         old = self.layout
         chunks = [*old.chunks]
         chunks[c] = replace(chunks[c], block=ABSENT)
@@ -327,7 +327,7 @@ class PageTable:
         self.layout = Layout(chunks, old.length, old.clock, old.epoch + 1, False, there)
 
     def state(self, ranking: Ranking | None = None) -> PageTableState:
-        """The table as it is, to be loaded later."""
+        """Return the table as it is, to be loaded later."""
         return PageTableState(
             blocks=[chunk.block for chunk in self.chunks],
             last_use=[chunk.last_use for chunk in self.chunks],
@@ -338,11 +338,12 @@ class PageTable:
         )
 
     def place(self, length: int, table: PageTableState) -> list[int]:
-        """Where the chunks of a table would go: to their blocks, to ANY where there is no such block, or ABSENT.
+        """Return where the chunks of a table would go: to their blocks, to ANY if a block is taken, or ABSENT.
 
-        In a pool that holds the whole context they go where its own texts have them, in order, or the logits would be
-        rounded otherwise. length: tokens of the text. If the table has more resident chunks than this pool can
-        hold, the chunks with the best scores stay. ConfigError if it cannot hold the pins of the table beside its own.
+        In a pool that holds the whole context the chunks go in order, where its own texts have them: otherwise the
+        logits would round differently. length: tokens of the text. If the table has more resident chunks than this pool
+        can hold, the chunks with the best scores stay. ConfigError if the pool cannot hold the table's pins beside its
+        own.
         """
         pins = self.pins | table.pins
         self._check_pins(len(pins), f"pinning {len(pins)} chunks, as saved,")
@@ -356,7 +357,7 @@ class PageTable:
         return [ABSENT if c not in resident else block if block in free else ANY for c, block in enumerate(blocks)]
 
     def load(self, length: int, table: PageTableState) -> None:
-        """After a reset: take over the table of a text of `length` tokens, in the places that `place` tells."""
+        """After a reset, take over the table of a text of `length` tokens, in the blocks that `place` returns."""
         assert not self.chunks
         assert len(table.blocks) == len(table.last_use) == -(-length // CHUNK)
         places = self.place(length, table)
@@ -375,15 +376,15 @@ class PageTable:
         )
 
     def reset(self) -> None:
-        """Forget the text. Pins stay, as positions of the next one."""
+        """Forget the text. Pins stay, as positions of the next text."""
         self.layout = Layout(clock=self.layout.clock, epoch=self.epoch + 1)
 
     def _best(self, here: Sequence[int], keep: set[int], ranking: Ranking) -> set[int]:
-        """The chunks that rank best, as many as fit beside the protected ones. here: resident ones."""
+        """Return the chunks with the best scores, as many as fit beside the protected chunks. here: resident chunks."""
         return residency.best(here, self.length // CHUNK, self.images, keep, ranking, self.quota - len(keep))
 
     def _placed(self, table: PageTableState) -> list[Chunk]:
-        """The chunks where a table of this text has them. One that is in the pool only stays where it is."""
+        """Return the chunks where a table of this text has them. A chunk that is only in the pool stays where it is."""
         stay = {c: chunk.block for c, chunk in enumerate(self.chunks) if chunk.block != ABSENT and c not in self.images}
         taken = set(stay.values())
         places = [

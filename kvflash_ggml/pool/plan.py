@@ -1,4 +1,4 @@
-"""A change of the page table as a value: what it will be, and what has to move. Nothing is done by making one."""
+"""A change of the page table as a value: the table as it will be, and the moves. Making a plan moves nothing."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Images(Protocol):
     def __contains__(self, chunk: int) -> bool: ...
 
     def drop(self, chunk: int) -> None:
-        """It has this one no longer; nothing, if it never had."""
+        """Forget the image of a chunk, if there is one."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """block: where it is, or ABSENT. last_use: clock of last append or recall."""
+    """block: the block that holds the chunk, or ABSENT. last_use: clock of the last append or recall."""
 
     block: int = ABSENT
     last_use: int = 0
@@ -34,11 +34,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What a change of the table asks of the device, as (chunk, block) pairs, to be done in this order.
+    """The moves of a plan on the device, as (chunk, block) pairs. They happen in this order.
 
-    evict: the block is free now. recall: fill the block from the host. fresh: a block for a chunk that has no bytes
-    yet. drop: with the change the host has these chunks no longer, as they are gone, or their bytes are others;
-    `PageTable.commit` does that.
+    evict: free the block. recall: fill the block from the host. fresh: a block for a chunk without bytes. drop: chunks
+    whose image becomes stale or void; `PageTable.commit` drops it.
     """
 
     evict: list[tuple[int, int]] = field(default_factory=list)
@@ -51,7 +50,7 @@ class Moves:
 
     @property
     def blocks(self) -> set[int]:
-        """All blocks that are touched."""
+        """All blocks of the moves."""
         return {block for _, block in (*self.evict, *self.recall, *self.fresh)}
 
 
@@ -59,7 +58,7 @@ NO_MOVES = Moves()
 
 
 def moves_between(old: Sequence[Chunk], new: Sequence[Chunk], images: Images) -> Moves:
-    """What has to move for chunks of one text to lie as in `new`: there may be more of them than in `old`."""
+    """Return the moves from the chunks `old` to the chunks `new` of one text. `new` may have more chunks."""
     moves = Moves()
     for c, chunk in enumerate(new):
         block = old[c].block if c < len(old) else ABSENT
@@ -74,11 +73,11 @@ def moves_between(old: Sequence[Chunk], new: Sequence[Chunk], images: Images) ->
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The table at one moment. A change makes another one aside, which takes its place in a single statement.
+    """The page table at one moment. A change builds another layout, which replaces this one in a single statement.
 
-    length: committed tokens. clock: of the last change. epoch: changes whenever a block changes its chunk. settled:
-    whatever must stay beside the append head is resident. resident_chunks: those that have a block, ascending; kept,
-    so that a step of a text of 16,384 chunks looks at the few in the pool only.
+    length: committed tokens. clock: number of the last change. epoch: changes whenever a block changes its chunk.
+    settled: all protected chunks at the text's end are resident. resident_chunks: the chunks with a block, ascending.
+    They are kept, so that a step of a text of 16,384 chunks reads only the few chunks in the pool.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
@@ -93,12 +92,12 @@ class Layout:
         return frozenset(self.chunks[c].block for c in self.resident_chunks)
 
     def slot_of(self, pos: int) -> int:
-        """The slot of a position, or ABSENT."""
+        """Return the slot of a position, or ABSENT."""
         block = self.chunks[pos // CHUNK].block
         return ABSENT if block == ABSENT else block * CHUNK + pos % CHUNK
 
     def slots(self, start: int, out: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Fill `out` with the slots of the positions from `start` on, all of them resident."""
+        """Fill `out` with the slots of the positions from `start` on, all of them resident, and return it."""
         n = len(out)
         if n == 1:  # once a token
             out[0] = self.chunks[start // CHUNK].block * CHUNK + start % CHUNK
@@ -113,7 +112,7 @@ class Layout:
 
 
 class Plan(NamedTuple):
-    """What the table will be, once the moves are done."""
+    """The table once the moves are done, and the moves."""
 
     layout: Layout
     moves: Moves

@@ -11,17 +11,18 @@ import numpy.typing as npt
 from .plan import ABSENT, Chunk, Images
 
 Ranking = npt.NDArray[np.floating]
-"""A score per chunk, of the running request. Chunks that are newer count as best."""
+"""A score per chunk, of the running request. Chunks newer than the ranking count as best."""
 
 Chunks = npt.NDArray[np.intp]
-"""Their numbers, ascending."""
+"""Chunk numbers, ascending."""
 
 
 def protected(first: int, last: int, *, sinks: int, tail: int, pins: Iterable[int]) -> set[int]:
-    """Chunks that may not leave while [first, last] is appended: sinks, pins, the span and the window before it.
+    """Return the chunks that may not leave while chunks [first, last] are appended: sinks, pins, these chunks, and the
+    tail.
 
-    A span within two chunks, such as the end of a prompt, has the window of its last: a block more to choose with. The
-    chunk before the span always stays: llama.cpp continues only from a position that is in memory.
+    A step within two chunks, such as the end of a prompt, has the tail of its last chunk: one block more to choose
+    with. The chunk before the step always stays: llama.cpp continues only from a position that is in memory.
     """
     short = last - first <= 1
     anchor = last if short else first
@@ -30,7 +31,9 @@ def protected(first: int, last: int, *, sinks: int, tail: int, pins: Iterable[in
 
 
 def known(ranking: Ranking | None, count: int) -> npt.NDArray[np.float64]:
-    """The scores of `count` chunks. Chunks newer than the ranking count as best, and so do all without a ranking."""
+    """Return the scores of `count` chunks. Chunks newer than the ranking count as best, and so do all without a
+    ranking.
+    """
     scores = np.full(count, np.inf)
     if ranking is not None:
         scores[: len(ranking)] = ranking[:count]
@@ -38,12 +41,12 @@ def known(ranking: Ranking | None, count: int) -> npt.NDArray[np.float64]:
 
 
 def resident(chunks: Iterable[Chunk]) -> tuple[int, ...]:
-    """Return the chunks that have a block, ascending. It looks at every chunk: a `Layout` keeps what it returns."""
+    """Return the chunks that have a block, ascending. This reads every chunk; a `Layout` keeps the result."""
     return tuple(c for c, chunk in enumerate(chunks) if chunk.block != ABSENT)
 
 
 def others(count: int, without: Iterable[int]) -> Chunks:
-    """The first `count` chunks without some."""
+    """Return the first `count` chunks except those in `without`."""
     able = np.ones(count, np.bool_)
     able[[c for c in without if c < count]] = False
     return able.nonzero()[0]
@@ -52,9 +55,9 @@ def others(count: int, without: Iterable[int]) -> Chunks:
 def best(
     here: Iterable[int], sealed: int, images: Images, keep: set[int], ranking: Ranking | None, room: int
 ) -> set[int]:
-    """The `room` best of the sealed chunks that are not kept anyway; of equals, the newest text stays.
+    """Return the `room` best sealed chunks that `keep` does not name. Of equal scores, the newest text stays.
 
-    here: resident chunks. images: the chunks that the host has. The others cannot leave, and come first.
+    here: resident chunks. images: the chunks that the host has. The other resident chunks cannot leave, and come first.
     """
     able = others(sealed, keep)
     can_leave = np.ones(sealed, np.bool_)
@@ -66,10 +69,11 @@ def best(
 def victims(
     chunks: Sequence[Chunk], here: Iterable[int], images: Images, keep: set[int], ranking: Ranking | None
 ) -> list[int]:
-    """The chunks that could leave, the first to go first: lowest score, or least recently used without a ranking.
+    """Return the chunks that can leave, in the order to evict them: lowest score, or least recently used without a
+    ranking.
 
-    here: resident chunks. Only `images`, the chunks that the host has, can leave: eviction itself moves nothing and
-    cannot fail.
+    here: resident chunks. Only chunks in `images`, which the host has, can leave: eviction moves nothing and cannot
+    fail.
     """
 
     def value(c: int) -> float:
@@ -80,11 +84,11 @@ def victims(
 
 
 def few_moves(ranking: Ranking, inside: Chunks, outside: Chunks, *, margin: float, most: int) -> Ranking | None:
-    """A ranking by which at most `most` of the evicted chunks (`outside`) come back, the best ones, each in place of a
-    resident one (`inside`) that it beats by `margin`. None if none does.
+    """Return a ranking by which at most `most` evicted chunks come back; None if none is worth it.
 
-    What goes or is gone comes after all that stay, in the order that it had, by which a step goes that sees more than
-    the pool. The others have the scores that they had.
+    inside: resident chunks. outside: evicted chunks. The best evicted chunks come back, each in place of a resident
+    chunk that it beats by `margin`. In the result every evicted chunk ranks below every resident one, in the old order:
+    a streamed step that sees more than the pool goes by that order. The other chunks keep their scores.
     """
     inside, outside = inside[inside < len(ranking)], outside[outside < len(ranking)]
     if not len(inside) or not len(outside) or ranking[outside].max() < ranking[inside].min() + margin:

@@ -1,4 +1,4 @@
-"""How many blocks of a pool each of several texts may use, and which ones. Pure: nothing moves by asking."""
+"""How many blocks of a pool each of several texts may use, and which ones. The functions are pure and move nothing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What one text has of a pool, and what it asks for.
+    """The blocks of one text, and the blocks that it asks for.
 
-    home: the blocks that are its own where all shares are equal. held: those that its chunks are in. kept: how many it
-    cannot let go of. wants: how many its request can fill at most; None for a text without a request.
+    home: its own blocks when all shares are equal. held: the blocks that its chunks are in. kept: how many blocks it
+    cannot give up. wants: how many blocks its request can fill at most; None for a text without a request.
     """
 
     home: Sequence[int]
@@ -21,11 +21,11 @@ class Claim:
 
 
 def sizes(claims: Sequence[Claim], total: int) -> list[int]:
-    """How many of `total` blocks each text may use.
+    """Return how many of `total` blocks each text may use.
 
-    A text with a request may use as many as it has at home, or more. Of the blocks that idle texts do not have to keep,
-    all such texts may use equally many, but none more than it wants. What is left stays with the idle texts that hold
-    it. Where chunks that cannot leave take too much, those with a request have less than at home.
+    A text with a request may use at least as many as it has at home. Idle texts give up the blocks that they do not
+    have to keep, and texts with a request share these equally, none more than it wants. Idle texts keep what is left of
+    the blocks that they hold. Where chunks that cannot leave take too much, texts with a request get less than at home.
     """
     kept = [claim.kept for claim in claims]
     home = [max(claim.kept, 0 if claim.wants is None else len(claim.home)) for claim in claims]
@@ -43,7 +43,7 @@ def sizes(claims: Sequence[Claim], total: int) -> list[int]:
 
 
 def _levelled(total: int, least: Sequence[int], most: Sequence[int]) -> list[int]:
-    """Numbers between the least and the most of each, as equal and as large as a sum of at most `total` allows."""
+    """Return numbers between `least` and `most`, as equal and as large as a sum of at most `total` allows."""
 
     def at(level: int) -> list[int]:
         return [min(high, max(low, level)) for low, high in zip(least, most, strict=True)]
@@ -56,9 +56,9 @@ def _levelled(total: int, least: Sequence[int], most: Sequence[int]) -> list[int
 
 
 def dealt(claims: Sequence[Claim], sizes: Sequence[int], total: int) -> list[list[int]]:
-    """The blocks of each text, in the order in which they are handed out: those at home first, then the nearest.
+    """Return the blocks of each text in the order to hand them out: home blocks first, then the nearest blocks.
 
-    Each text keeps what it holds, which is no more than its size. Blocks that nobody gets are left out.
+    Each text keeps the blocks that it holds, which are no more than its size. Blocks that no text gets are left out.
     """
     mine = [{*claim.held} for claim in claims]
     taken = set[int]().union(*mine)

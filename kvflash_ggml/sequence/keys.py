@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from operator import is_
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import system
 from ..arrays import Floats
+from ..host.store import HostStore
 from ..policy.base import KeyShape, Pairs, Rows, ScoreRequest
 from ..policy.heads import every_head, queries_of
 from ..state.session import Row
@@ -35,22 +35,10 @@ def most_threads(*, idle: bool) -> int:
     return max(min(4, cores), min(IDLE_THREADS, cores - 1) if idle else 1)
 
 
-class ReadableImages(Protocol):
-    """The page images of a text: what is needed of host.store.HostStore to read keys."""
-
-    def ticket(self, chunk: int) -> int: ...
-
-    def lease(self, chunks: Sequence[int]) -> AbstractContextManager[list[int]]: ...
-
-    def lease_some(self, chunks: Sequence[int]) -> AbstractContextManager[list[int]]: ...
-
-    def bytes_of(self, chunk: int) -> bytes: ...
-
-
 class HostKeys:
     """The keys of sealed chunks, read from the page images. Implements `policy.base.Keys`."""
 
-    def __init__(self, engine: Engine, store: ReadableImages, *, threads: int | None = None) -> None:
+    def __init__(self, engine: Engine, store: HostStore, *, threads: int | None = None) -> None:
         self._engine = engine
         self._store = store
         self._threads = threads or most_threads(idle=False)

@@ -155,7 +155,10 @@ class Pool:
         settled where they could not be taken back behind the step. Nothing else steps the engine. Raises what
         `Engine.step` raises: nothing of any step was computed then.
         """
-        others = [] if len(steps) == len(self.texts) else self._others(steps)
+        others: list[Text] = []
+        if len(steps) < len(self.texts):
+            taken = {step.seq for step in steps}
+            others = [text for seq, text in self.texts.items() if seq not in taken]
         if self.engine.info.recurrent or self.engine.info.n_swa:
             for text in others:
                 if text.draft_rows is not None and text.draft_rows.state is None:
@@ -185,7 +188,8 @@ class Pool:
             else:
                 engine.pos[first:end] = start + branches.depth
                 if step.queries.rows:
-                    step.queries.capture_at(start + branches.where, engine.query_row[first:end])
+                    ring = step.queries
+                    engine.query_row[first:end] = ring.order[(start + branches.where) % ring.ring]
                 slots[:] = [layout.slot_of(start + at) for at in branches.where.tolist()]
                 step.mask.fill_tree(start, slots, branches.parent, first)
             if not step.queries.rows:
@@ -244,11 +248,6 @@ class Pool:
             return 0
         rows = text.table.layout.length if text.draft_rows is None else text.draft_rows.end
         return self.engine.end(rows, seq=seq)
-
-    def _others(self, steps: Sequence[Step]) -> list[Text]:
-        """Return the texts that these steps are not of."""
-        taken = {step.seq for step in steps}
-        return [text for seq, text in self.texts.items() if seq not in taken]
 
     def take_images(self, other: Pool) -> None:
         """The images that both have are this pool's from now on; it closes them, and the other no longer does.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -41,36 +41,32 @@ class Before:
         return cls(text.length, table, text.relevance.rebuild)
 
 
+@dataclass(slots=True)
 class Prefill:
-    """One prompt, and how much of it a text has read. The arguments are those of `extend`."""
+    """One prompt, and how many of its tokens a text has read (`done`). The other fields are arguments of `extend`."""
 
-    def __init__(
-        self,
-        text: Sequence,
-        tokens: Int32s,
-        *,
-        output_all: bool,
-        after: AfterStep | None,
-        progress: Progress | None,
-        checkpoint: int | None,
-    ) -> None:
-        self._text = text
-        self._tokens = tokens
-        self._total = len(tokens)
-        self._done = 0
-        self._output_all = output_all
-        self._after = after
-        self._progress = progress
-        self._checkpoint = checkpoint
-        self._stretches = [self._total] if tokens.min() >= 0 else list(text.pool.media.stretches(tokens))
+    text: Sequence
+    tokens: Int32s
+    output_all: bool
+    after: AfterStep | None
+    progress: Progress | None
+    checkpoint: int | None
+    done: int = 0
+    total: int = field(init=False)
+    stretches: list[int] = field(init=False)
+    """Where batches of tokens and of media end."""
+
+    def __post_init__(self) -> None:
+        self.total = len(self.tokens)
+        self.stretches = [self.total] if self.tokens.min() >= 0 else list(self.text.pool.media.stretches(self.tokens))
 
     def read(self, known: Replay | None) -> None:
         """Evaluate the prompt, of which `known` was found when it was read before."""
-        self._text.relevance.forget()
-        self._text.stats = ReadStats()
+        self.text.relevance.forget()
+        self.text.stats = ReadStats()
         if known is not None:
             self._replay(known)
-        elif self._text.reading.exact:
+        elif self.text.reading.exact:
             self._read_exactly()
         else:
             self._read_by_pool()
@@ -81,25 +77,25 @@ class Prefill:
         """Evaluate a known prompt ending with the residency it had the first time: the same question gets the same
         answer.
         """
-        text, relevance = self._text, self._text.relevance
+        text, relevance = self.text, self.text.relevance
         assert relevance.scoring is not None
         with text.recovery.told():
             text.checkpoints.before_step(text.length, wanted=True)
         relevance.ranking, relevance.rebuild = known.table.scores, known.rebuild
-        text.compute(text.prepare(known.tokens, self._logits, self._after, places=known.table))
+        text.compute(text.prepare(known.tokens, self._logits, self.after, places=known.table))
         relevance.ranking, relevance.rebuild = known.ranking, known.due
         relevance.scoring.replays.keep(known)
-        self._count(self._total)
+        self._count(self.total)
         self._report()
 
     def _read_exactly(self) -> None:
         """Evaluate the prompt with the whole text in view, or what the stages hold of it."""
-        text, scoring = self._text, self._text.relevance.scoring
-        rescore = self._reselects and text.length + self._total > text.span.tokens
-        while self._done < self._total:
-            end = self._batch_end(self._total)
+        text, scoring = self.text, self.text.relevance.scoring
+        rescore = self._reselects and text.length + self.total > text.span.tokens
+        while self.done < self.total:
+            end = self._batch_end(self.total)
             count = self._next(end, spare=rescore)
-            last = self._done + count == self._total
+            last = self.done + count == self.total
             asked = text.relevance.ask(text.length + count) if last else NOBODY
             self._step(count, end, rescore=rescore, asked=asked, stream=True)
         if scoring is not None:
@@ -109,79 +105,79 @@ class Prefill:
 
     def _read_by_pool(self) -> None:
         """Evaluate the prompt with what is resident in view, then its question again with what that asks for."""
-        last = self._total - self._question_size()
-        while self._done < last:
+        last = self.total - self._question_size()
+        while self.done < last:
             end = self._batch_end(last)
             self._step(self._next(end, spare=self._reselects), end, rescore=self._reselects)
         before: Before | None = None
-        while self._done < self._total:
-            count = self._next(self._total, question=True)
-            before = Before.of(self._text)
-            self._step(count, self._total, rescore=self._reselects)
+        while self.done < self.total:
+            count = self._next(self.total, question=True)
+            before = Before.of(self.text)
+            self._step(count, self.total, rescore=self._reselects)
         if before is not None:
-            self._reread_question(self._tokens[last:], before)
+            self._reread_question(self.tokens[last:], before)
 
     # --- steps
 
     @property
     def _logits(self) -> Output:
         """What is kept of a step that ends the prompt."""
-        return EVERY if self._output_all else LAST
+        return EVERY if self.output_all else LAST
 
     @property
     def _reselects(self) -> bool:
         """Are chunks scored, and pages moved, after each step?"""
-        return self._text.relevance.scoring is not None and self._text.config.reselect_prefill
+        return self.text.relevance.scoring is not None and self.text.config.reselect_prefill
 
     def _batch_end(self, last: int) -> int:
         """Where stock llama.cpp would end the running batch, `last` at most. Media have batches of their own."""
-        n_batch, begin, end = self._text.n_batch, 0, self._total
-        for end in self._stretches:
-            if self._done < end:
+        n_batch, begin, end = self.text.n_batch, 0, self.total
+        for end in self.stretches:
+            if self.done < end:
                 break
             begin = end
-        return min(last, end, begin + ((self._done - begin) // n_batch + 1) * n_batch)
+        return min(last, end, begin + ((self.done - begin) // n_batch + 1) * n_batch)
 
     def _next(self, end: int, *, spare: bool = False, question: bool = False) -> int:
         """Prepare the next step, which ends at token `end` of the prompt at most: how many tokens it has.
 
         spare: pages may move within it. question: it is read again, so no checkpoint within it is of use.
         """
-        text, checkpoint = self._text, self._checkpoint
+        text, checkpoint = self.text, self.checkpoint
         start = text.length
-        count = min(text.n_ubatch, end - self._done, text.table.room(start, spare=spare))
-        if are_mutual(self._tokens[self._done : end]):
-            count = end - self._done  # in one step, which the pool has room for or refuses
-        media = self._tokens.item(self._done) < 0  # nothing goes back to within an image
+        count = min(text.n_ubatch, end - self.done, text.table.room(start, spare=spare))
+        if are_mutual(self.tokens[self.done : end]):
+            count = end - self.done  # in one step, which the pool has room for or refuses
+        media = self.tokens.item(self.done) < 0  # nothing goes back to within an image
         if checkpoint is not None and not question and not media and start < checkpoint < start + count:
             count = checkpoint - start
         if text.engine.whole(start, seq=text.seq) == start:
             with text.recovery.told():
-                text.checkpoints.before_step(start, wanted=self._done + count == self._total or start == checkpoint)
+                text.checkpoints.before_step(start, wanted=self.done + count == self.total or start == checkpoint)
         text.relevance.take_overlapped()
         return count
 
     def _step(self, count: int, end: int, *, rescore: bool, asked: Asked = NOBODY, stream: bool = False) -> None:
         """Evaluate the next `count` tokens of a batch that ends at `end`."""
-        text, relevance, start = self._text, self._text.relevance, self._text.length
-        output = Output(every=self._output_all, last=self._done + count == end, asked=asked)
+        text, relevance, start = self.text, self.text.relevance, self.text.length
+        output = Output(every=self.output_all, last=self.done + count == end, asked=asked)
         with nullcontext() if relevance.scoring is None else relevance.scoring.before_seals(asked):
-            text.evaluate(self._tokens[self._done : self._done + count], output, self._after, stream=stream)
+            text.evaluate(self.tokens[self.done : self.done + count], output, self.after, stream=stream)
             self._count(count)
-            finished = self._done == self._total
+            finished = self.done == self.total
             if rescore or (finished and relevance.scoring is not None):
                 relevance.request(text.tokens, text.view, rows=None if finished else 1, asked=asked, start=start)
         self._report()
 
     def _count(self, count: int) -> None:
         """A step of so many tokens is done."""
-        text = self._text
+        text = self.text
         text.stats.add_read(count, self._share_seen(count))
-        self._done += count
+        self.done += count
 
     def _share_seen(self, count: int) -> float:
         """Share of the text before it, 0 to 1, that the newest step saw, which had `count` tokens."""
-        text, start = self._text, self._text.length - count
+        text, start = self.text, self.text.length - count
         if text.whole[start]:
             return 1.0
         seen = text.table.resident * CHUNK - count if text.view is None else text.view.tokens
@@ -189,18 +185,18 @@ class Prefill:
 
     def _report(self) -> None:
         """Tell the progress callback. KVFlashError if it changes the text."""
-        if self._progress is None:
+        if self.progress is None:
             return
-        length = self._text.length
-        self._progress(self._done, self._total)
-        if self._text.length != length:
+        length = self.text.length
+        self.progress(self.done, self.total)
+        if self.text.length != length:
             raise KVFlashError("the text was changed by the progress callback while it was read: read it again")
 
     # --- the question
 
     def _question_size(self) -> int:
         """How many of the prompt's last tokens are evaluated twice: first to see what they ask for, then with it."""
-        text, total = self._text, self._total
+        text, total = self.text, self.total
         info = text.engine.info
         outgrown = text.length + total > text.table.quota * CHUNK or not text.sees_everything
         pageable = text.relevance.scoring is not None and outgrown
@@ -208,7 +204,7 @@ class Prefill:
         if not pageable or not can_go_back:
             return 0
         size = min(total if total <= QUESTION_TOKENS + LEFT_OVER else QUESTION_TOKENS, text.pool.n_ubatch)
-        media = np.flatnonzero(self._tokens[total - size :] < 0)
+        media = np.flatnonzero(self.tokens[total - size :] < 0)
         return size - (int(media[-1]) + 1 if len(media) else 0)
 
     def _reread_question(self, tokens: Int32s, before: Before) -> None:
@@ -216,7 +212,7 @@ class Prefill:
 
         before: the last step that has read it.
         """
-        text, relevance = self._text, self._text.relevance
+        text, relevance = self.text, self.text.relevance
         assert relevance.scoring is not None
         start = text.length - len(tokens)
         ranking = relevance.scoring.take()
@@ -226,7 +222,7 @@ class Prefill:
             assert left == start, "a checkpoint is taken before the last step of a prompt"
             relevance.ranking, relevance.rebuild = ranking, True
             before = Before.of(text)
-            text.evaluate(tokens, self._logits, self._after)
+            text.evaluate(tokens, self._logits, self.after)
         elif ranking is not None:
             text.events.changed(text.length, text.table.resident_chunks, generating=False)
         found = Replay(
@@ -268,8 +264,7 @@ def extend(
     if len(tokens) == 1 and known is None and not (prompt and exact):
         sequence.finish(sequence.prepare_answer(tokens, EVERY if output_all else LAST, after))
         return
-    read = Prefill(sequence, tokens, output_all=output_all, after=after, progress=progress, checkpoint=checkpoint)
-    read.read(known)
+    Prefill(sequence, tokens, output_all, after, progress, checkpoint).read(known)
 
 
 def rewind_to(sequence: Sequence, length: int) -> None:

@@ -62,10 +62,6 @@ class QueryRing:
         rows: Int32s = self.order[np.arange(end - count, end) % self.ring].astype(np.int32)
         return rows
 
-    def capture_at(self, positions: Int32s, place: Int32s) -> None:
-        """The same of a few tokens, each in the row of another position than its own."""
-        place[:] = self.order[positions % self.ring]
-
     def moved(self, order: npt.NDArray[np.intp], source: Int32s, target: Int32s) -> None:
         """What was captured for positions `source` is of `target`, one for one, and the other way round.
 
@@ -101,12 +97,6 @@ class QueryRing:
             source.take(rows, axis=0, out=to, mode="clip")  # with another mode it would fill a copy
         return newest
 
-    def places(self, end: int, count: int) -> Int32s:
-        """The rows of positions [end - count, end), ascending."""
-        rows = self.rows_of(end, count)
-        rows.sort()
-        return rows
-
     def newest_now(self, end: int, count: int) -> Floats:
         """The same of the ring as it is. Waits for the compute."""
         return self.newest(self._read(end, count), self.order, end, count)
@@ -127,7 +117,7 @@ class QueryRing:
     def _read(self, end: int, count: int) -> Floats:
         """The ring, flat, true for positions [end - count, end), until the next call."""
         if self._flat.size and count:
-            self._engine.wait(self._engine.read_queries(self._flat, self.places(end, count)))
+            self._engine.wait(self._engine.read_queries(self._flat, np.sort(self.rows_of(end, count))))
         return self._flat
 
     def load(self, saved: Floats, valid_from: int, length: int) -> None:

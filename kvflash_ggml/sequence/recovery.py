@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..constants import CHUNK
@@ -16,14 +17,14 @@ if TYPE_CHECKING:
     from ..native.engine import Engine
 
 
+@dataclass(frozen=True, slots=True)
 class Recovery:
-    """How much of a text can be had back. None of this asks a device for anything."""
+    """Tells how much of a text can be recovered. It asks no device for anything."""
 
-    def __init__(self, engine: Engine, table: PageTable, store: HostStore, checkpoints: Checkpoints) -> None:
-        self._engine = engine
-        self._table = table
-        self._store = store
-        self._checkpoints = checkpoints
+    engine: Engine
+    table: PageTable
+    store: HostStore
+    checkpoints: Checkpoints
 
     @property
     def kept(self) -> int:
@@ -31,19 +32,19 @@ class Recovery:
 
         Where not all memory is pooled, those before the newest checkpoint among them.
         """
-        sealed = self._table.length // CHUNK
+        sealed = self.table.length // CHUNK
         length = next((c for c in range(sealed) if not self._is_sound(c)), sealed) * CHUNK
-        info = self._engine.info
-        return self._checkpoints.nearest(length) if info.recurrent or info.n_swa else length
+        info = self.engine.info
+        return self.checkpoints.nearest(length) if info.recurrent or info.n_swa else length
 
     def _is_sound(self, chunk: int) -> bool:
-        return chunk in self._store and self._engine.is_sound(self._store.page(chunk).filled)
+        return chunk in self.store and self.engine.is_sound(self.store.page(chunk).filled)
 
     def check(self) -> None:
         """DeviceLost if a server does not answer any more. Nobody is asked once the model is closed."""
-        if self._engine.is_lost:
+        if self.engine.is_lost:
             with self.told():
-                self._engine.check_lost()
+                self.engine.check_lost()
 
     @contextmanager
     def told(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..constants import CHUNK
 from ..errors import ContextFull, SnapshotError
+from ..host.image import PageImage
 from ..media.rows import advances_of
 from ..pool.plan import ABSENT
 from ..state.session import Blob, Bytes, SessionState, in_memory
@@ -37,31 +38,16 @@ def _state(text: Sequence, length: int | None, *, drafts: bool) -> SessionState:
     unpooled = _state_at(text, length)
     if text.bounded:
         text.paging.save()
-    table = text.table.state(text.relevance.ranking)
-    chunks = -(-length // CHUNK)
-    table.blocks, table.last_use = table.blocks[:chunks], table.last_use[:chunks]
-    if not whole:
-        table.scores, table.settled = None, False
-    saved = SessionState(
-        tokens=text.ids[:length].copy(),
-        whole=text.whole[:length].copy(),
-        table=table,
-        heap=text.paging.heap,
-        pages=text.paging.retain(length),
-        state=unpooled,
-        checkpoints={pos: blob for pos, blob in text.checkpoints.state().items() if pos <= length},
-        queries=text.queries.read(length),
-        queries_valid_from=text.queries.saved_from(length, text.length),
-        policy=None,
-    )
+    saved = _first_tokens(text, length, unpooled, text.paging.retain(length))
     try:
+        saved.queries = text.queries.read(length)
+        saved.queries_valid_from = text.queries.saved_from(length, text.length)
         if whole:
+            saved.table.scores, saved.table.settled = text.relevance.ranking, text.table.layout.settled
             saved.policy = text.relevance.state(length)
             saved.rebuild = text.relevance.rebuild
             if drafts and text.follower is not None:
                 saved.drafts = text.follower.state()
-        else:
-            saved.policy = text.relevance.state(text.length, cut=length)
         _check_sound(text, saved)
     except BaseException:
         saved.release()
@@ -77,18 +63,22 @@ def kept_state(text: Sequence) -> SessionState:
     length = text.recovery.kept
     if length == 0:
         raise SnapshotError("nothing of the text is on this machine: no chunk of it was sealed and read in time")
-    chunks = -(-length // CHUNK)
-    table = text.table.state(None)
+    unpooled = text.checkpoints.state().get(length, Bytes(b""))
+    return _first_tokens(text, length, unpooled, text.paging.retain_kept(length))
+
+
+def _first_tokens(text: Sequence, length: int, state: Blob, pages: list[PageImage]) -> SessionState:
+    """Return the first `length` tokens as a session, as if no query or score had been kept. It owns the pages."""
+    table, chunks = text.table.state(None), -(-length // CHUNK)
     table.blocks, table.last_use, table.settled = table.blocks[:chunks], table.last_use[:chunks], False
-    states = text.checkpoints.state()
     return SessionState(
         tokens=text.ids[:length].copy(),
         whole=text.whole[:length].copy(),
         table=table,
         heap=text.paging.heap,
-        pages=text.paging.retain_kept(length),
-        state=states.get(length, Bytes(b"")),
-        checkpoints={pos: blob for pos, blob in states.items() if pos <= length},
+        pages=pages,
+        state=state,
+        checkpoints={pos: blob for pos, blob in text.checkpoints.state().items() if pos <= length},
         queries=np.zeros(text.queries.size, np.float32),
         queries_valid_from=length,
         policy=text.relevance.state(text.length, cut=length),
@@ -112,7 +102,7 @@ def load(text: Sequence, saved: SessionState, then: Callable[[SessionState], Non
     state = _read(text, saved)
     try:
         _put_state(text, state, end)
-        text.unfinished.begin(text.clear)
+        text.unfinished.work = text.clear
         text.clear(text.paging.empty)
         text.ids[: saved.length] = saved.tokens
         text.pool.place(text.seq, saved.tokens, text.n_ctx)
@@ -127,7 +117,7 @@ def load(text: Sequence, saved: SessionState, then: Callable[[SessionState], Non
         text.events.truncated(text.length, text.table.resident_chunks)
         if then is not None:
             then(saved)
-        text.unfinished.end()
+        text.unfinished.work = None
     except BaseException:
         text.settle()
         raise
@@ -151,9 +141,9 @@ def _put_state(text: Sequence, state: Blob, end: int) -> None:
     """SnapshotError if the engine refuses it. To be settled: then it is as it was. end: position behind its text."""
     if text.length:
         before, end_before = text.checkpoints.at(text.length), text.engine.end(text.length, seq=text.seq)
-        text.unfinished.begin(lambda: text.checkpoints.put(before, end_before))
+        text.unfinished.work = lambda: text.checkpoints.put(before, end_before)
     else:  # there is nothing to come back to
-        text.unfinished.begin(text.clear)
+        text.unfinished.work = text.clear
     text.checkpoints.put(state, end)
 
 

@@ -193,7 +193,7 @@ class Scoring:
         self.looks += 1
         wanted = self._rows(len(tokens), rows, known)
         buffer = self._buffers[self.looks % len(self._buffers)]
-        ticket = self._engine.read_queries(buffer, self._ring.places(len(tokens), wanted)) if wanted else 0
+        ticket = self._engine.read_queries(buffer, np.sort(self._ring.rows_of(len(tokens), wanted))) if wanted else 0
         copy = buffer, self._ring.order
         later, masses = self.masses.read(asked, seen)
         what = max(ticket, later), copy, tokens.copy(), n_chunks, protected, wanted, masses

@@ -66,7 +66,7 @@ class SelfDraft:
         """
         session = self._session
         session.unfinished.settle()
-        session.unfinished.begin(partial(self._retain, length))
+        session.unfinished.work = partial(self._retain, length)
         session.unfinished.settle()
         return len(self.tokens) == length
 

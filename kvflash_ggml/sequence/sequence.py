@@ -336,7 +336,7 @@ class Sequence:
         if not self.engine.truncate(self.length, seq=self.seq):  # recurrent state has gone on, or it is within an image
             whole = self.engine.whole(self.length, seq=self.seq)
             cut = partial(self._cut, whole, direct=whole < self.length)
-            self.unfinished.begin(cut)
+            self.unfinished.work = cut
             cut()
         self.events.truncated(self.length, self.table.resident_chunks)
 
@@ -353,7 +353,7 @@ class Sequence:
         Between two steps, none of which is prepared. DeviceLost as for `settle`.
         """
         self.settle()
-        self.unfinished.begin(partial(self._shrink, most))
+        self.unfinished.work = partial(self._shrink, most)
         self.unfinished.settle()
 
     def _shrink(self, most: int) -> None:
@@ -443,7 +443,7 @@ class Sequence:
     def _settle_rows(self, rows: DraftRows, kept: int) -> None:
         again = 0 < kept < len(rows.tokens) and rows.state is not None
         taken = replace(rows, path=()) if again else rows
-        self.unfinished.begin(partial(self._take_rows, taken, self.queries.order))
+        self.unfinished.work = partial(self._take_rows, taken, self.queries.order)
         self.unfinished.settle()
         if again:
             self.evaluate(rows.tokens[:kept], EVERY, stream=rows.streamed)
@@ -488,7 +488,7 @@ class Sequence:
         if length >= self.length:
             return self.length
         length = self.engine.whole(length, seq=self.seq)
-        self.unfinished.begin(partial(self._cut, length, direct=self.can_truncate(length)))
+        self.unfinished.work = partial(self._cut, length, direct=self.can_truncate(length))
         self.settle()
         return self.length
 
@@ -527,7 +527,7 @@ class Sequence:
 
     def reset(self) -> None:
         """Forget everything but the settings."""
-        self.unfinished.begin(self.clear)
+        self.unfinished.work = self.clear
         self.unfinished.settle()
 
     def clear(self, empty: Callable[[], None] | None = None) -> None:

@@ -97,25 +97,17 @@ class Step:
 
 
 class Unfinished:
-    """Holds what would complete, or take back, the change that is under way: work that can be done over and over.
+    """Holds the function that completes or undoes the change under way. The function can be repeated.
 
-    An interrupt can come between any two statements. So a change says first what would settle it, then acts, and
-    whoever comes next settles what is left.
+    An interrupt can come between any two statements. So a change first sets `work`, and then acts. Whatever comes next
+    settles what is left.
     """
 
     def __init__(self) -> None:
         self.work: Callable[[], None] | None = None
 
-    def begin(self, work: Callable[[], None]) -> None:
-        """From here on `work` has to be done, in place of what was to be done before."""
-        self.work = work
-
-    def end(self) -> None:
-        """Nothing has to be done any more."""
-        self.work = None
-
     def settle(self) -> None:
-        """Do what has to be done, if anything. Interrupted, it is done all the same before the interrupt goes on."""
+        """Call `work`, if any, and clear it. After an interrupt `work` runs once more before the interrupt goes on."""
         if self.work is None:
             return
         try:
