@@ -1,1 +1,1 @@
-"""A second, smaller model beside the one that answers."""
+"""The small model of the policy `drafter`."""

@@ -1,4 +1,4 @@
-"""A small model beside the target: found, loaded, and kept at the end of its text for the policy 'drafter'."""
+"""A small model beside the target: it finds and loads the model, and keeps it at the end of the target's text."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ logger = logging.getLogger("kvflash_ggml")
 
 
 BOUND = {"dflash", "eagle3", "gemma4-assistant"}
-"""Architectures of drafts that read their target's memory, and so no text by themselves."""
+"""Architectures of drafters that read their target's memory, and so cannot read a text by themselves."""
 
 WORDS = ("scorer", "drafter", "draft")
 FOLDERS = (".", "drafter", "draft")
 
 STEP = 512
-"""Tokens the small model reads at once."""
+"""Tokens that the small model evaluates at once."""
 
 COMPUTE_BYTES = 512 << 20
-"""What a small model takes on the device beside its weights, roughly."""
+"""Device memory of a small model beside its weights, roughly."""
 
 
 def find(model: str | Path, asked: Path | None, *, serves: Callable[[Path], bool] = lambda path: True) -> Path:
-    """The drafter's file: the one asked for, or one found by its name near the target.
+    """Return the drafter's file: the requested one, or one found by its name near the target.
 
-    Looked at are the target's folder and its subfolders `drafter` and `draft`, in this order, for files that end in
-    .gguf and have "scorer", "drafter" or "draft" in their names, in this order of preference, then by name. Drafts that
-    cannot read a text by themselves, as DFlash's, are passed over, and so is what `serves` refuses. ConfigError if
+    It searches the target's folder and its subfolders `drafter` and `draft`, in this order, for files that end in .gguf
+    and have "scorer", "drafter" or "draft" in their names, in this order of preference, then by name. It passes over
+    drafters that cannot read a text by themselves, such as DFlash's, and files that `serves` refuses. ConfigError if
     there is none.
     """
     if asked is not None:
@@ -74,7 +74,7 @@ def _is_candidate(file: Path, target: Path) -> bool:
 
 
 def check(path: Path) -> None:
-    """Raise ConfigError if llama.cpp cannot load the file, or cannot run it in a pool. No weight of it is read."""
+    """Raise ConfigError if llama.cpp cannot load the file, or cannot run it in a pool. Reads no weights."""
     settings = llama_cpp.llama_context_default_params()
     settings.n_ctx = settings.n_batch = settings.n_ubatch = STEP
     settings.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
@@ -93,7 +93,7 @@ def reserve_bytes(path: Path | None) -> int:
 
 
 def make_scorer(llm: Any, path: Path, *, idle: int) -> DrafterScorer:
-    """The policy of that name for a Llama; the drafter is loaded when it is first asked. idle: see DrafterScorer."""
+    """Return the policy `drafter` for a Llama. It loads the drafter for its first score. idle: see DrafterScorer."""
     read = partial(
         load,
         path,
@@ -109,11 +109,11 @@ def make_scorer(llm: Any, path: Path, *, idle: int) -> DrafterScorer:
 def load(path: Path, *, beside: Any, n_ctx: int, offload: bool, repack: bool, settings: Any) -> Reader:
     """Load a drafter for the text of a target.
 
-    beside: the target's llama_cpp LlamaModel, which must outlive the reader. n_ctx: the target's context. offload: to
-    the device. repack: weights packed for the CPU's kernels. settings: the target's llama_context_params, for what
-    concerns the machine (threads).
+    beside: the target's llama_cpp LlamaModel, which must outlive the reader. n_ctx: the target's context. offload: use
+    the device. repack: pack weights for the CPU's kernels. settings: the target's llama_context_params, for the number
+    of threads.
 
-    Raises what llama.cpp's wrappers and the engine raise if the model cannot be loaded or cannot run in a pool.
+    Raises the errors of llama.cpp's wrappers and of the engine if the model cannot be loaded or cannot run in a pool.
     """
     drafter = SmallModel(path, n_ctx=n_ctx, offload=offload, repack=repack, settings=settings)
     try:
@@ -129,7 +129,7 @@ def load(path: Path, *, beside: Any, n_ctx: int, offload: bool, repack: bool, se
 class SmallModel:
     """A model with a pool that holds its whole context (policy.drafter.Drafter).
 
-    Sealed chunks are copied to the host, where their keys can be scored beside whatever the device computes.
+    Sealed chunks are copied to the host, where their keys can be scored beside the device's compute.
     """
 
     def __init__(self, path: Path, *, n_ctx: int, offload: bool, repack: bool, settings: Any) -> None:
@@ -194,9 +194,9 @@ class SmallModel:
 
 
 def same_vocabulary(target: Any, drafter: Any, *, apart: int = 0) -> bool:
-    """Does every token of the target mean the same to the drafter? Both are llama_vocab.
+    """Return whether every token of the target means the same to the drafter. Both are llama_vocab.
 
-    apart: so many of the target's last tokens may be unknown to the drafter.
+    apart: how many of the target's last tokens the drafter may not know.
     """
     count, known = llama_cpp.llama_vocab_n_tokens(target), llama_cpp.llama_vocab_n_tokens(drafter)
     if llama_cpp.llama_vocab_type(target) != llama_cpp.llama_vocab_type(drafter) or count > known + apart:
@@ -224,7 +224,7 @@ def _text_reader(drafter: SmallModel, target: Any) -> TextReader:
 
 
 def piece(model: Any, token: int) -> bytes:
-    """The bytes of a token alone; none for a special token."""
+    """Return the bytes of a token alone; none for a special token."""
     buffer = ctypes.create_string_buffer(32)
     size = llama_cpp.llama_token_to_piece(model.vocab, token, buffer, len(buffer), 0, False)
     if size < 0:

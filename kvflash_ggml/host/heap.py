@@ -1,15 +1,15 @@
 """Page images: raw cache bytes of chunks, in memory, in a spill file, or still in the file they come from.
 
-A page is written once and read back bit for bit. It may have several holders: the text that is being read, a snapshot
-that is being written, texts that are kept for later. Beyond the ceiling, the pages that have waited longest go to the
-spill file, and are checked when they come back, or `HostMemoryError` is raised. A page that came from a file is not
-read before it is needed, and needs no spilling.
+A page is written once and read back bit for bit. It may have several holders: the running text, a snapshot that is
+being written, swapped-out texts. Beyond the ceiling, the pages that waited longest go to the spill file. They are
+checked when they come back; a damaged page raises `SnapshotError`. A page that came from a file is read only when it is
+needed, and is never spilled.
 
-To read or write an image takes a lease of its page. One lock guards the books, and the spill file: nobody else is
-called with it, nor is any other file read.
+A lease of a page gives the address of its image, to read or write it. One lock guards the books and the spill file. No
+foreign code runs under it, and no other file is read under it.
 
-An interrupt can come between any two statements. They are in an order in which it may lose a place in memory or in the
-spill file for good, but no bytes, and no place has two pages.
+An interrupt can come between any two statements. It may lose a place in memory or in the spill file for good, but the
+order of statements keeps all bytes, and no place gets two pages.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ from .slabs import HandOver, HostMemory, Slabs, SpillFile
 T = TypeVar("T")
 
 FEW = 2
-"""New pages at once: an answer makes one after the other, and a prompt many. Of a file, a streamed step reads many."""
+"""New pages at once that count as few: an answer makes one after the other, a prompt many. Of a file, a streamed step
+reads many.
+"""
 
 POLL_SECONDS = 0.001
-"""Between two looks whether a lease has ended: one that ends with its object tells nobody."""
+"""Time between two checks whether a lease has ended: a lease that ends with its object notifies nobody."""
 
 
 class PageHeap:
     """All page images of one model, for any thread.
 
-    memory: source of slabs. page_bytes: size of one image. limit: ceiling in bytes, None for none. spill: folder.
+    memory: source of slabs. page_bytes: size of one image. limit: ceiling in bytes, None for no ceiling. spill: folder.
     """
 
     def __init__(self, memory: HostMemory, page_bytes: int, *, limit: int | None, spill: Path | None) -> None:
@@ -59,10 +61,10 @@ class PageHeap:
         self._lock = RLock()
 
     def move(self, memory: HostMemory, hand_over: HandOver) -> None:
-        """The images stay where they are, and belong to `memory` after `hand_over`. Nobody has a lease.
+        """Let the images, which stay where they are, belong to `memory` after `hand_over`. No lease may be open.
 
-        Waits for all transfers: tickets of the memory that there was mean nothing to another one but that they are
-        done. An interrupt may leave it half done: to move to either memory completes it.
+        It waits for all transfers: their tickets mean nothing to another memory. After an interrupt, a move to either
+        memory completes it.
         """
         with self._lock:
             for page in (*self._pages, *self._orphans):
@@ -84,16 +86,16 @@ class PageHeap:
 
     @property
     def spills(self) -> bool:
-        """Do pages that leave memory go to a file? Not while its disk takes no more of them."""
+        """Whether pages that leave memory go to a file. False while its disk is full."""
         return self._spill is not None and not self._spill.full
 
     @property
     def most(self) -> int | None:
-        """Images that fit in memory at the same time; None if there is no ceiling."""
+        """Images that fit in memory at the same time; None without a ceiling."""
         return self._most
 
     def fitting(self, pages: Sequence[T]) -> Iterator[Sequence[T]]:
-        """The pages in groups whose images fit in memory at the same time."""
+        """Yield the pages in groups whose images fit in memory at the same time."""
         size = max(1, len(pages) if self._most is None else min(len(pages), self._most))
         for at in range(0, len(pages), size):
             yield pages[at : at + size]
@@ -101,7 +103,7 @@ class PageHeap:
     # --- holders
 
     def new(self, count: int) -> list[PageImage]:
-        """Pages in memory, to be written: all of them, or HostMemoryError and none."""
+        """Return new pages in memory, to be written: all of them, or HostMemoryError and none."""
         pages = [PageImage(fresh=True) for _ in range(count)]
         try:
             with self.lease(pages):
@@ -112,14 +114,14 @@ class PageHeap:
             raise
 
     def retain(self, page: PageImage) -> PageImage:
-        """Another holder of the page."""
+        """Add a holder to the page."""
         with self._lock:
             assert page.holders > 0, "a page that has been released"
             page.holders += 1
         return page
 
     def release(self, page: PageImage) -> None:
-        """One holder less; the last one gives its memory back, or the last lease if that ends later."""
+        """Remove a holder. The last one frees the page's memory, or the page's last lease does if it ends later."""
         with self._lock:
             assert page.holders > 0, "a page that has been released"
             page.holders -= 1
@@ -131,33 +133,35 @@ class PageHeap:
                 self._discard(page)
 
     def add_reclaimer(self, reclaim: Callable[[], bool]) -> None:
-        """Call `reclaim` when memory is full, from any thread: it lets go of something, or has nothing and is False."""
+        """Call `reclaim`, from any thread, when memory is full. It frees something and returns True, or returns
+        False.
+        """
         self._reclaimers.append(reclaim)
 
     def remove_reclaimer(self, reclaim: Callable[[], bool]) -> None:
-        """Never call it again; done twice, it does no harm."""
+        """Do not call `reclaim` any more. It may be removed twice."""
         with contextlib.suppress(ValueError):
             self._reclaimers.remove(reclaim)
 
     # --- leases
 
     def lease(self, pages: Sequence[PageImage]) -> Lease:
-        """The addresses of all these images.
+        """Return a lease of all these images.
 
-        Entering it raises HostMemoryError if they do not fit in memory together, what `PageSource` does, SnapshotError
-        for a damaged spill file, and LookupError for a page that nobody holds any more. It waits for leases of other
-        threads if it must, and if this thread has no other one.
+        Entering it raises HostMemoryError if they do not fit in memory together, any error of `PageSource`,
+        SnapshotError for a damaged spill file, and LookupError for a page without a holder. It waits for leases of
+        other threads if it must, and if this thread has no other lease.
         """
         return Lease(pages, len(pages), self._begin, self._end)
 
     def lease_some(self, pages: Sequence[PageImage]) -> Lease:
-        """The addresses of the first of these images: as many as fit in memory together, at least one."""
+        """Return a lease of the first of these images: as many as fit in memory together, at least one."""
         return Lease(pages, min(1, len(pages)), self._begin, self._end)
 
     def load(self, pages: Sequence[PageImage]) -> None:
-        """Bring pages from their sources into memory. They stay until others need the room.
+        """Bring pages from their sources into memory. They stay until other pages need the room.
 
-        Raises what a lease does; the heap is sound then, and some of the pages are in memory.
+        Raises the errors of a lease. Then the heap is sound, and some of the pages are in memory.
         """
         waiting = [page for page in pages if not page.address and page.source is not None]
         while waiting:
@@ -165,11 +169,13 @@ class PageHeap:
                 waiting = waiting[len(images) :]
 
     def view(self, page: PageImage) -> memoryview:
-        """Writable bytes of a page that is leased."""
+        """Return the writable bytes of a leased page."""
         return self._memory.view(page.address, self.page_bytes)
 
     def bytes_of(self, page: PageImage) -> bytes:
-        """A copy of the image, once its transfer is done. The page stays where it is, and no room is needed."""
+        """Return a copy of the image, once its transfer is done. The page stays where it is, and needs no room in
+        memory.
+        """
         lease = self.lease(())
         with self._lock:
             source = page.source
@@ -193,7 +199,7 @@ class PageHeap:
         return bytes(data)
 
     def readable(self, page: PageImage) -> bool:
-        """Can the image be had? One in memory can."""
+        """Return whether the image can be read. An image in memory can."""
         if page.address:
             return True
         try:
@@ -203,7 +209,7 @@ class PageHeap:
         return True
 
     def close(self) -> None:
-        """Give all memory and the spill file back. Pages are void after this, and nobody may have a lease."""
+        """Free all memory and the spill file. Pages are void afterwards. No lease may be open."""
         with self._lock:
             for page in self._pages:
                 self._memory.wait(page.ticket)
@@ -236,7 +242,7 @@ class PageHeap:
             self._discard_orphans()
 
     def _wait_for_another(self, thread: int, ended: int) -> bool:
-        """Wait while as many leases have ended as before. False if others may wait for this thread."""
+        """Wait until as many leases have ended. Returns False if this thread has a lease that others may wait for."""
         while self._leases.ended == ended:
             with self._lock:
                 busy = self._leases.threads
@@ -246,7 +252,7 @@ class PageHeap:
         return True
 
     def _bring(self, lease: Lease) -> list[int]:
-        """Bring the first of its pages to memory, as many as fit together, or `lease.least` at the least."""
+        """Bring the first pages of the lease to memory, as many as fit together, but `lease.least` at the least."""
         readers = Readers()
         reads: list[Future[None]] = []
         count = self._pin_present(lease)
@@ -271,7 +277,9 @@ class PageHeap:
         return [page.address for page in lease.wanted[:count]]
 
     def _pin_present(self, lease: Lease) -> int:
-        """Keep those in memory there, up to the first one that is elsewhere: a look at a long text wants thousands."""
+        """Lease the pages in memory, up to the first that is elsewhere: a score of a long text wants thousands of
+        them.
+        """
         count = 0
         with self._lock:
             for page in lease.wanted:
@@ -330,7 +338,7 @@ class PageHeap:
         self._pages[page] = None
 
     def _end_reads(self) -> None:
-        """Pages that have been read are in memory, whoever asked for them."""
+        """Count pages that have been read as in memory, whichever lease asked for them."""
         for read in [read for read in self._reads if read.done.done()]:
             self._reads.remove(read)
             page, wanted = read.page, read.page.holders or read.page in self._leases
@@ -349,7 +357,7 @@ class PageHeap:
         self._slabs.give_back(address)
 
     def _discard(self, page: PageImage) -> None:
-        """Nobody needs the page any more."""
+        """Free everything of a page that nobody needs any more."""
         if page.address:
             self._unload(page)
         if page.place != NOWHERE:
@@ -362,7 +370,7 @@ class PageHeap:
             self._discard(page)
 
     def _room(self, page: PageImage, lease: Lease) -> int:
-        """An address that is free now; 0 if another thread has brought the page to memory."""
+        """Return a free address; 0 if another thread has brought the page to memory."""
         few = len(lease.wanted) <= (FEW if page.fresh else slabs.MAX_SLAB_BYTES // self.page_bytes)
         while not page.address:
             try:
@@ -383,11 +391,11 @@ class PageHeap:
         return 0
 
     def _reclaim(self) -> bool:
-        """Let something go that is only kept for later; False if there is nothing."""
+        """Let a reclaimer free something; False if there is nothing to free."""
         return any(reclaim() for reclaim in tuple(self._reclaimers))
 
     def _evict(self, thread: int) -> int:
-        """The address of a page that leaves memory: the oldest that can be read again, or the oldest, spilled."""
+        """Evict a page from memory and return its address: the oldest with a source, or else the oldest, spilled."""
         others = self._leases.threads - {thread}  # before the pages, since a lease can end in between
         leased = self._leases.pages
         able = [page for page in self._pages if page not in leased]

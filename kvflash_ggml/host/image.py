@@ -1,4 +1,4 @@
-"""One page image, wherever it is; and a reader of images in files, several at a time."""
+"""One page image, wherever it is; and a reader of several image files at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOWHERE = -1
 """The place of an image that is not in the spill file."""
 
 UNFILLED = -1
-"""In place of the transfer that fills an image, while there is none."""
+"""Stands for the transfer that fills an image while there is none."""
 
 
 class PageSource(Protocol):
@@ -29,10 +29,10 @@ class PageSource(Protocol):
 
 
 class PageImage:
-    """One image: in memory at `address`, or in the spill file at `place`, or only in its `source`.
+    """One image: in memory at `address`, in the spill file at `place`, or only in its `source`.
 
-    fresh: it has no bytes yet. ticket: of the last transfer that fills or reads it, to be set during a lease. filled:
-    of the one that fills it, 0 if it came from elsewhere, UNFILLED before that is known.
+    fresh: it has no bytes yet. ticket: its last transfer, to be set during a lease. filled: the transfer that fills it,
+    0 if its bytes came from elsewhere, UNFILLED before that is known.
     """
 
     __slots__ = ("address", "filled", "fresh", "holders", "place", "source", "ticket")
@@ -48,7 +48,7 @@ class PageImage:
 
 
 class Read(NamedTuple):
-    """An image that comes from its source to a place in memory, which is nobody else's until it is `done`."""
+    """An image that is being read from its source into a place in memory. Nothing else uses the place until `done`."""
 
     page: PageImage
     address: int
@@ -56,32 +56,32 @@ class Read(NamedTuple):
 
 
 class Readers:
-    """Threads that read images, while memory for the next ones is made."""
+    """Threads that read images while memory for the next ones is made."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None  # few leases need any
 
     def begin(self, source: PageSource, image: memoryview) -> Future[None]:
-        """Fill `image`."""
+        """Fill `image` on a thread."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="kvflash-load")
         return self._pool.submit(source.read_into, image)
 
     def end(self) -> None:
-        """Wait for them."""
+        """Wait for all reads."""
         if self._pool is not None:
             self._pool.shutdown()
 
 
 class AllLeased(HostMemoryError):
-    """There is no room now. There may be once another thread's lease has ended."""
+    """There is no room now, but another thread's lease may end."""
 
 
 class Lease:
     """Keeps pages in memory, at the addresses that it gives: a context manager, to be entered once.
 
-    They stay there also if they are released meanwhile. It ends with its `with`, or, if an interrupt comes in between,
-    with the object. wanted: the pages. least: as many of the first are enough.
+    The pages stay in memory even if they are released meanwhile. The lease ends with its `with`, or with the object if
+    an interrupt comes in between. wanted: the pages. least: how many of the first pages are enough.
     """
 
     def __init__(
@@ -125,12 +125,12 @@ class Leases:
 
     @property
     def pages(self) -> set[PageImage]:
-        """All pages that are leased."""
+        """All leased pages."""
         return set().union(*(lease.pages for lease in self))
 
     @property
     def threads(self) -> set[int]:
-        """The threads that have some."""
+        """The threads that hold a lease."""
         return {lease.thread for lease in self}
 
     def add(self, lease: Lease) -> None:

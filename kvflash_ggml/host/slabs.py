@@ -1,4 +1,4 @@
-"""Where page images are: places in page-locked slabs, made ahead of need, and in one file without a name."""
+"""Memory for page images: addresses in page-locked slabs, made ahead of need, and an unnamed spill file."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from typing import Protocol
 from ..errors import ConfigError, HostMemoryError, SnapshotError
 
 SLAB_BYTES = 64 << 20
-"""Of a slab, at least: pages side by side move in one copy."""
+"""Smallest slab. Pages side by side move in one copy."""
 
 MAX_SLAB_BYTES = 512 << 20
 
 GROWTH = 1 / 32
-"""Of all slabs before it, a slab's size where that is more. One has been begun, and one is made ahead of need: both are
-page-locked, and little beside what is needed.
+"""A slab has at least this share of all slabs before it. One slab is in use and one is made ahead of need. Both are
+page-locked, and small beside the memory that is needed.
 """
 
 FEW_SHARE = 1 / 4
-"""Of SLAB_BYTES, what is made where a few pages are needed: a device does nothing else while memory is page-locked, and
-that takes as long as many tokens of an answer for a large slab."""
+"""Share of SLAB_BYTES that is made where few pages are needed. A device does nothing else while memory is page-locked,
+and a large slab takes as long as many tokens of an answer.
+"""
 
 
 HandOver = Callable[[Sequence[int]], None]
@@ -47,7 +48,7 @@ class HostMemory(Protocol):
 
 
 class Slabs:
-    """Addresses of `page_bytes` bytes each, at most `most` of them, None for no ceiling. Whoever uses it has a lock."""
+    """Addresses of `page_bytes` bytes each, at most `most` of them, None for no ceiling. Callers hold a lock."""
 
     def __init__(self, memory: HostMemory, page_bytes: int, most: int | None) -> None:
         self._memory = memory
@@ -65,9 +66,9 @@ class Slabs:
         self._next_pages = 0
 
     def take(self, *, few: bool = False) -> int:
-        """A free address; 0 if the ceiling allows no more. HostMemoryError if memory is refused.
+        """Return a free address; 0 if the ceiling allows no more. HostMemoryError if memory is refused.
 
-        few: not many more will be needed soon, and they need not lie side by side.
+        few: few more addresses will be needed soon, and they need not lie side by side.
         """
         if not self._free:
             if self._slab_pages() == 0:
@@ -80,7 +81,7 @@ class Slabs:
         heapq.heappush(self._free, (number, address))
 
     def move(self, memory: HostMemory, hand_over: HandOver) -> None:
-        """Take further slabs from `memory`. `hand_over` gives it the slabs that exist."""
+        """Take further slabs from `memory`. `hand_over` gives it the existing slabs."""
         slabs = [*self._slabs]
         if self._next is not None and self._next.exception() is None:
             slabs.append(self._next.result())
@@ -101,7 +102,7 @@ class Slabs:
         self._free.clear()
 
     def _slab_pages(self, *, few: bool = False) -> int:
-        """Pages of the next slab; 0 if the ceiling allows none."""
+        """Return the pages of the next slab; 0 if the ceiling allows none."""
         size = min(max(SLAB_BYTES, int(GROWTH * self._made * self._page_bytes)), MAX_SLAB_BYTES)
         pages = max(1, (int(FEW_SHARE * SLAB_BYTES) if few else size) // self._page_bytes)
         return pages if self._most is None else min(pages, self._most - self._made)
@@ -141,9 +142,9 @@ logger = logging.getLogger("kvflash_ggml")
 
 
 class SpillFile:
-    """Images of `page_bytes` bytes, in a file that is made in `folder` for the first of them.
+    """Images of `page_bytes` bytes in a file. The file is made in `folder` for the first image.
 
-    Whoever uses it has a lock. ConfigError if the folder cannot be written to.
+    Callers hold a lock. ConfigError if the folder cannot be written to.
     """
 
     def __init__(self, folder: Path, page_bytes: int) -> None:
@@ -164,7 +165,7 @@ class SpillFile:
         return len(self._checksums)
 
     def write(self, image: memoryview) -> int:
-        """The place where the image is now. HostMemoryError if the disk does not take it."""
+        """Write the image and return its place. HostMemoryError if the disk does not take it."""
         place = self._free[-1] if self._free else self._places
         checksum = zlib.crc32(image)
         try:
@@ -187,7 +188,7 @@ class SpillFile:
         return place
 
     def read(self, place: int, image: memoryview) -> None:
-        """Fill `image`. HostMemoryError if it cannot be read, SnapshotError if it is not what was written."""
+        """Fill `image`. HostMemoryError if it cannot be read, SnapshotError if it differs from what was written."""
         assert self._file is not None
         rest = image
         try:
@@ -205,13 +206,13 @@ class SpillFile:
             )
 
     def give_back(self, place: int) -> None:
-        """The image at a place is not needed any more: the file has room for another, however full its disk is."""
+        """Free a place: the file has room for another image, however full its disk is."""
         del self._checksums[place]
         self._free.append(place)
         self.full = False
 
     def _complain(self, why: str) -> None:
-        """A full disk stays full: say so once."""
+        """Log once that the disk is full: a full disk stays full."""
         self.full = True
         if why != self._said:
             self._said = why

@@ -11,10 +11,10 @@ from .image import UNFILLED, Lease, PageImage
 class HostStore:
     """Maps a chunk to its page image, and retains it. The images themselves belong to the heap.
 
-    It is the one record of the chunks on the host: their image is filled, or will be filled behind the compute. An
-    image that waits for `filled` does not count.
+    This is the one record of the chunks on the host: their image is filled, or a transfer behind the compute will fill
+    it. An image that waits for `filled` does not count.
 
-    One thread changes it. Others may read: a chunk that is dropped meanwhile is a LookupError for them.
+    One thread changes the map. Other threads may read it, and get a LookupError for a chunk that is dropped meanwhile.
     """
 
     def __init__(self, heap: PageHeap) -> None:
@@ -26,23 +26,23 @@ class HostStore:
         return page is not None and page.filled != UNFILLED
 
     def __iter__(self) -> Iterator[int]:
-        """Chunks that have an image, filled or not."""
+        """Yield the chunks that have an image, filled or not."""
         return iter(self._pages)
 
     def page(self, chunk: int) -> PageImage:
         return self._pages[chunk]
 
     def pages(self) -> list[PageImage]:
-        """All images it retains."""
+        """Return all retained images."""
         return list(self._pages.values())
 
     def ticket(self, chunk: int) -> int:
-        """The transfer after which the chunk's image is whole; 0 if it has been for long."""
+        """Return the transfer after which the chunk's image is whole; 0 if no transfer has to be waited for."""
         page = self._pages.get(chunk)
         return 0 if page is None else page.ticket
 
     def allocate(self, chunks: Sequence[int]) -> Lease:
-        """New images of the chunks, to be written during the lease: all of them, or HostMemoryError and none."""
+        """Return a lease of new images of the chunks, to be written in it: all of them, or HostMemoryError and none."""
         assert self._pages.keys().isdisjoint(chunks), "a chunk has an image"
         pages = self.heap.new(len(chunks))
         for page in pages:
@@ -51,34 +51,34 @@ class HostStore:
         return self.heap.lease(pages)
 
     def put(self, chunk: int, page: PageImage) -> None:
-        """Retain an image that others have too."""
+        """Retain an image that has other holders too."""
         assert chunk not in self._pages, "a chunk has an image"
         self._pages[chunk] = self.heap.retain(page)
 
     def filled(self, chunks: Sequence[int], ticket: int) -> None:
-        """The transfer `ticket` fills the images: from here on the host has these chunks."""
+        """Note that the transfer `ticket` fills the images: from now on the host has these chunks."""
         for chunk in chunks:
             self._pages[chunk].filled = ticket
 
     def in_use(self, chunks: Sequence[int], ticket: int) -> None:
-        """The transfer `ticket` fills or reads the images. To be said during their lease."""
+        """Note that the transfer `ticket` fills or reads the images. Call it during their lease."""
         for chunk in chunks:
             self._pages[chunk].ticket = ticket
 
     def lease(self, chunks: Sequence[int]) -> Lease:
-        """The images of the chunks. See `PageHeap.lease`."""
+        """Return a lease of the chunks' images. See `PageHeap.lease`."""
         return self.heap.lease([self._pages[chunk] for chunk in chunks])
 
     def lease_some(self, chunks: Sequence[int]) -> Lease:
-        """The images of the first chunks, as many as fit in memory together, at least one."""
+        """Return a lease of the first images, as many as fit in memory together, at least one."""
         return self.heap.lease_some([self._pages[chunk] for chunk in chunks])
 
     def bytes_of(self, chunk: int) -> bytes:
-        """A copy of the image, once its transfer is done."""
+        """Return a copy of the image, once its transfer is done."""
         return self.heap.bytes_of(self._pages[chunk])
 
     def drop(self, chunk: int) -> None:
-        """Let go of the image, if there is one."""
+        """Release the image, if there is one."""
         page = self._pages.pop(chunk, None)
         if page is not None:
             self.heap.release(page)

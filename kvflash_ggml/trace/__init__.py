@@ -1,1 +1,1 @@
-"""What happens to a text, for those who want to watch."""
+"""Watches a text: every change of its page table, and every score."""

@@ -1,4 +1,4 @@
-"""What is told about a page table that changes: to an observer, and as the share of attention that misses the pool."""
+"""Reports changes of a page table to an observer, and estimates the share of attention that misses the pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..arrays import Floats
 
 
 class Observer(Protocol):
-    """Hears of every change of the page table, and of every look at the text."""
+    """Is told of every change of the page table, and of every score of the text."""
 
     def changed(
         self,
@@ -23,46 +23,47 @@ class Observer(Protocol):
         evicted_mass: float | None,
         generating: bool,
     ) -> None:
-        """length: tokens read once the step is done. recalled: chunks paged in. scores: of a look just used.
+        """Hear of one change.
 
-        evicted_mass: estimated share of attention on chunks that are not in `resident`, after a look of a policy that
-        can tell. generating: the step writes one token of an answer.
+        length: tokens evaluated once the step is done. recalled: chunks paged in. scores: the scores that were just
+        used, one per chunk. evicted_mass: estimated share of attention on chunks that are not in `resident`, where a
+        policy can tell. generating: the step computes one token of an answer.
         """
         ...
 
 
 class Events:
-    """Between a session and whoever looks on. scorer: may have `shares_of(scores)`, as the default policy has."""
+    """Connects a sequence with an observer. scorer: may have `shares_of(scores)`, as the default policy has."""
 
     def __init__(self, scorer: object) -> None:
         self.observer: Observer | None = None
         self._shares_of: Callable[[Floats], Floats | None] | None = getattr(scorer, "shares_of", None)
         self.scores: Floats | None = None
-        """Of a scoring pass that has been used and that `changed` has not been told of."""
+        """Scores that are in use and that `changed` has not reported yet."""
         self._total = 0.0
         self._count = 0
 
     @property
     def evicted_mass(self) -> float | None:
-        """Mean over the looks of the newest answer, from its prompt's end on; None if there is nothing to tell by."""
+        """Mean over the scores of the newest answer, from its prompt's end on; None if nothing was measured."""
         return self._total / self._count if self._count else None
 
     def score(self, scores: Floats) -> None:
-        """The scores of a look have been taken over; the page table may follow."""
+        """Note scores that are in use now; a change of the page table may follow."""
         self.scores = scores
 
     def changed(self, length: int, resident: Sequence[int], recalled: Sequence[int] = (), *, generating: bool) -> None:
-        """The page table has changed, or has stayed after a look."""
+        """Report that the page table has changed, or has stayed as it was after a score."""
         scores, self.scores = self.scores, None
         mass = None if scores is None else self._weigh(scores, resident, generating=generating)
         self._tell(length, resident, recalled, scores, mass, generating)
 
     def truncated(self, length: int, resident: Sequence[int]) -> None:
-        """The text has been cut or replaced. A look that has been taken over may still be followed."""
+        """Report that the text was cut or replaced. A change for scores that were noted may still follow."""
         self._tell(length, resident, (), None, None, False)
 
     def reset(self) -> None:
-        """The text is gone."""
+        """Forget the text."""
         self.scores = None
         self._total, self._count = 0.0, 0
 
@@ -98,6 +99,6 @@ class Events:
 
 
 def evicted_share(shares: Floats, resident: Sequence[int]) -> float:
-    """The sum of the shares of the chunks that are not resident. Chunks newer than the shares count as nothing."""
+    """Return the sum of the shares of the evicted chunks. Chunks newer than the shares count as nothing."""
     inside = [c for c in resident if c < len(shares)]
     return min(1.0, max(0.0, float(1.0 - shares[inside].sum(dtype=np.float64))))

@@ -1,4 +1,4 @@
-"""The history of a page table: which chunks were resident when, what came back, and what the policy thought."""
+"""The history of a page table: which chunks were resident when, which came back, and the scores of the policy."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ..files import write_atomically
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """One or more changes of the page table in a row, as the last of them left it.
+    """One or more successive changes of the page table, as the last of them left it.
 
-    length: tokens read. bits: packed residency by chunk. recalled: chunks paged in, one entry each time. scores: of the
-    last look among them, one per chunk. evicted_mass: at that look. generating: an answer was being written. changes:
-    how many changes this stands for.
+    length: tokens evaluated. bits: packed residency by chunk. recalled: chunks paged in, one entry each time. scores:
+    the last scores among the changes, one per chunk. evicted_mass: at these scores. generating: an answer was being
+    generated. changes: how many changes this moment stands for.
     """
 
     length: int
@@ -39,7 +39,7 @@ class Moment:
 
     @property
     def resident(self) -> tuple[int, ...]:
-        """The chunks that were on the device, ascending."""
+        """Chunks that were on the device, ascending."""
         return tuple(np.flatnonzero(np.unpackbits(self.bits)).tolist())
 
     @property
@@ -48,7 +48,7 @@ class Moment:
         return self.bits.nbytes + 8 * len(self.recalled) + scores
 
     def then(self, later: Moment) -> Moment:
-        """This moment and the next as one."""
+        """Return this moment and the next as one."""
         looked = self if later.scores is None else later
         return Moment(
             length=later.length,
@@ -63,31 +63,31 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What stands beside the map. facts: rows of the table, as (what, value). evicted_mass: of the newest answer."""
+    """The text beside the map. facts: rows of the table, as (name, value). evicted_mass: of the newest answer."""
 
     facts: Sequence[tuple[str, str]] = ()
     evicted_mass: float | None = None
 
 
 HIGH_MASS = 0.2
-"""An estimated share of attention on paged-out text from which a larger pool is worth a word."""
+"""Estimated share of attention on evicted text from which the report recommends a larger pool."""
 
 ONLY_BOUNDED = 1e3
-"""Scores so far below the best belong to chunks that a policy has ranked without looking at them exactly."""
+"""Scores so far below the best belong to chunks that a policy has ranked without exact scores."""
 
 MAX_CELLS = 4 << 20
-"""Chunks x moments of scores in a file: beyond, they are shown at every second look, or fourth, and so on."""
+"""Chunks x moments of scores in a file. Beyond that, every second, fourth, ... score is shown."""
 
 
 def mass_warning(mass: float | None) -> str | None:
-    """What to say about the share of attention that missed the pool; None if it is small or unknown."""
+    """Return a warning about the share of attention that missed the pool; None if it is small or unknown."""
     if mass is None or mass < HIGH_MASS:
         return None
     return f"about {mass * 100:.0f} % of the attention went to paged-out text; a larger pool would help"
 
 
 def page(moments: Sequence[Moment], summary: Summary, *, title: str) -> str:
-    """The whole file. title and facts are text and get escaped."""
+    """Return the whole file. title and facts are text and get escaped."""
     warning = mass_warning(summary.evicted_mass)
     template = resources.files(__package__).joinpath("trace.html").read_text(encoding="utf-8")
     rows = "\n".join(f"<tr><th>{escape(what)}</th><td>{escape(value)}</td></tr>" for what, value in summary.facts)
@@ -98,7 +98,7 @@ def page(moments: Sequence[Moment], summary: Summary, *, title: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON that can stand in a script element, whatever strings it holds."""
+    """Return JSON that can stand in a script element, whatever strings it holds."""
     text = json.dumps(value, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -133,7 +133,7 @@ def _chunks(moment: Moment) -> int:
 
 
 def _range(scores: Sequence[npt.NDArray[np.float32]]) -> tuple[float, float]:
-    """Of the scores that are worth a colour: without the outliers at the lower end."""
+    """Return the range of the scores that get a colour: without the outliers at the lower end."""
     exact = [kept for each in scores if len(kept := each[_looked_at(each)])]
     if not exact:
         return 0.0, 1.0
@@ -150,7 +150,7 @@ def _looked_at(scores: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
 
 
 def levels(scores: npt.NDArray[np.float32] | None, low: float, high: float) -> npt.NDArray[np.uint8]:
-    """Scores as 1 (low) to 255 (high); 0 where there is no exact score."""
+    """Return scores as 1 (low) to 255 (high), and 0 where there is no exact score."""
     assert scores is not None
     seen = _looked_at(scores)
     scale = 254 / (high - low) if high > low else 0.0
@@ -164,13 +164,14 @@ def _text(data: npt.NDArray[np.uint8]) -> str:
 
 MAX_MOMENTS = 2000
 MAX_BYTES = 64 << 20
-"""Beyond either, every two moments become one."""
+"""Beyond either limit, every two moments become one."""
 
 
 class Trace:
-    """Collects moments while a model runs; it is a `trace.Observer`. Memory stays bounded: old and new thin out alike.
+    """Collects moments while a model runs; it is a `trace.Observer`. Memory stays bounded: old and new moments thin out
+    alike.
 
-    summary: what stands beside the map in a report, asked for when one is written.
+    summary: gives the text beside the map of a report, when a report is written.
     """
 
     def __init__(self, summary: Callable[[], Summary] = Summary) -> None:
@@ -218,7 +219,7 @@ class Trace:
             self._bytes = sum(moment.nbytes for moment in self.moments)
 
     def write_html(self, path: str | Path, *, title: str = "") -> None:
-        """Write the residency map: one HTML file that needs nothing else. Before the model is closed.
+        """Write the residency map: one HTML file that needs nothing else. Call it before the model is closed.
 
         title: what ran, such as the model's name. Raises OSError; the file is there as a whole or not at all.
         """
@@ -226,6 +227,6 @@ class Trace:
 
 
 def thinned(moments: Sequence[Moment]) -> list[Moment]:
-    """Every two moments as one."""
+    """Return every two moments as one."""
     pairs = [a.then(b) for a, b in zip(moments[::2], moments[1::2], strict=False)]
     return pairs + list(moments[len(pairs) * 2 :])
