@@ -1,1 +1,1 @@
-"""Speculative decoding: drafters propose tokens, one step of the target verifies several of them."""
+"""Speculative decoding: drafters, and the controller that decides how many draft tokens a step verifies."""

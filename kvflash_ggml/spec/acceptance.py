@@ -1,8 +1,8 @@
 """How many of a drafter's tokens its target accepts. Runs in a process of its own: a bad file can end it.
 
-The target goes on with each text greedily, once; then every drafter is asked at the places where it would have been: as
-many tokens as are the target's own are accepted, and one more is the target's. No step of the target is undone, so any
-memory will do, and all drafters are asked about the same tokens.
+The target continues each text greedily, once. Then every drafter is asked at the places where it would have been asked.
+Tokens up to the first difference from the target's text are accepted, and the target adds one. No step of the target is
+undone, so any kind of memory will do, and all drafters are asked about the same tokens.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ TEXTS = (
     "Question: Why is the sky blue?\nAnswer:",
     "It was a cold morning in November, and the old woman who kept the lighthouse",
 )
-"""What is gone on with if nothing else is asked for."""
+"""Texts that are continued by default."""
 
 TOKENS = 64
-"""How far."""
+"""Tokens of a continuation by default."""
 
 CHAIN = 8
-"""Tokens of a draft, of a drafter that makes them one after the other."""
+"""Tokens of a draft, for drafters that go token by token."""
 
 _STEP = 512
 _MAX_PROMPT = 8192
@@ -46,7 +46,7 @@ _ROOM = 128  # for the last block
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continued:
-    """A text and the target's continuation as tokens, and what a drafter is given of each: [tokens, width]."""
+    """A text and the target's continuation as tokens, and the target's rows for drafters: [tokens, width]."""
 
     tokens: list[int]
     prompt: int
@@ -56,8 +56,8 @@ class Continued:
 def main(request: str) -> None:
     """Measure and write one JSON object to stdout.
 
-    request: JSON with target and drafts (paths), texts, and tokens to go on for. Answered is for each draft `accepted`
-    (drafted tokens a step, the mean), `steps`, and `block` (how many it drafts at once).
+    request: JSON with target and drafts (paths), texts, and the number of tokens to continue them by. The result has
+    for each draft `accepted` (mean accepted tokens a step), `steps`, and `block` (tokens that it drafts at once).
     """
     asked = json.loads(request)
     library.load()
@@ -66,7 +66,10 @@ def main(request: str) -> None:
 
 
 def measure(model: Path, drafts: Sequence[Path], texts: Sequence[str], *, tokens: int) -> list[dict[str, Any]]:
-    """The library must be loaded. ConversionError for a drafter that is not of this model, or cannot be loaded."""
+    """Return the result of each drafter; see `main`. The library must be loaded.
+
+    ConversionError for a drafter that is not of this model, or cannot be loaded.
+    """
     from . import find
 
     aim = reader.read(model)
@@ -94,7 +97,7 @@ def measure(model: Path, drafts: Sequence[Path], texts: Sequence[str], *, tokens
 
 
 def _open(path: Path, kind: str, target: Target) -> tuple[Drafter, int]:
-    """A drafter, and how many tokens it drafts at once."""
+    """Return a drafter, and how many tokens it drafts at once."""
     from .chained import Eagle3, Mtp
     from .dflash import DFlash
     from .find import DFLASH, EAGLE3
@@ -106,7 +109,7 @@ def _open(path: Path, kind: str, target: Target) -> tuple[Drafter, int]:
 
 
 def answer(draft: Drafter, known: Sequence[Continued], block: int) -> dict[str, Any]:
-    """One drafter's answer, which drafts up to `block` tokens at once; see `main`."""
+    """Return the result of one drafter, which drafts up to `block` tokens at once; see `main`."""
     accepted: list[int] = []
     for text in known:
         tokens = np.array(text.tokens, np.int32)
@@ -124,7 +127,7 @@ def answer(draft: Drafter, known: Sequence[Continued], block: int) -> dict[str, 
 
 
 class TargetModel:
-    """The model that decides, which gives the inputs of some of its layers, and the state in front of its head."""
+    """The target model. It gives the inputs of some of its layers, and the state before its head."""
 
     def __init__(self, path: Path, layers: Sequence[int], stack: ExitStack, *, nextn: bool = False) -> None:
         import llama_cpp
@@ -155,7 +158,7 @@ class TargetModel:
             )
 
     def go_on(self, text: str, count: int) -> Continued:
-        """The text's tokens and `count` more, fewer of either where the context ends."""
+        """Return the text's tokens and `count` more, fewer of either where the context ends."""
         lc = self._lc
         lc.llama_memory_clear(lc.llama_get_memory(self.ctx), True)
         count = max(1, min(count, self.n_ctx // 2 - _ROOM))
@@ -180,7 +183,7 @@ class TargetModel:
         return np.concatenate([np.ctypeslib.as_array(rows, (n, width)) for rows, width in given], 1)
 
     def tokens(self, text: str) -> list[int]:
-        """With what the model puts before a text."""
+        """Return the tokens of a text, with the tokens that the model puts before it."""
         lc, data = self._lc, text.encode()
         size = -int(lc.llama_tokenize(self.vocab, data, len(data), None, 0, True, True))
         found = (ctypes.c_int32 * max(size, 1))()
@@ -212,7 +215,7 @@ def _context(model: Any, n_ctx: int, stack: ExitStack) -> Any:
 
 
 def _exported(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of a context that llama.cpp exports as C++ only."""
+    """Return a function of a context that llama.cpp exports as C++ only."""
     function = getattr(ctypes.CDLL(None), name, None)
     if function is None:
         raise LibraryError(f"this libllama does not export {name}: {pip_line.reinstall()}")

@@ -1,4 +1,4 @@
-"""What a drafter is, what it knows and is given of its target, and the plainest kind: a function."""
+"""The interface of drafters, the facts that they get of their target, and the simplest drafter: a function."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a drafter has to know of its target.
+    """The facts of the target that a drafter needs.
 
-    path: its file, the first one if it is split. model, context: addresses of the llama_model and the llama_context;
-    both outlive the drafter. n_embd, n_vocab: values a layer's input has, and tokens. n_ctx: how long a text can be.
-    ends: the tokens that end one. threads, batch_threads: for one token, and for several. offload: use a device.
+    path: the model's file, the first one if it is split. model, context: addresses of the llama_model and the
+    llama_context; both outlive the drafter. n_embd, n_vocab: values of a layer's input, and tokens. n_ctx: longest
+    text. ends: tokens that end a text. threads, batch_threads: for one token, and for several. offload: use a device.
     repack: pack weights for the CPU's kernels.
     """
 
@@ -44,11 +44,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a drafter is given of the target's compute for each token, beside the token.
+    """The rows of the target's compute that a drafter gets for each token, beside the token.
 
-    layers: the inputs of these layers, one after the other. nextn: the state after the last layer, in front of the
-    head, as the target's own heads for further tokens want it. newest: of how many tokens it is ever looked at, the
-    newest ones; None for all.
+    layers: the inputs of these layers, one after the other. nextn: the state after the last layer, before the head, for
+    the target's own heads for further tokens. newest: how many of the newest tokens matter; None for all.
     """
 
     layers: tuple[int, ...] = ()
@@ -60,39 +59,39 @@ class Features:
 
 
 class Drafter(Protocol):
-    """Proposes what may follow a text. It is asked between steps, on the thread that computes.
+    """Proposes tokens that may follow a text. It is asked between steps, on the thread that computes.
 
-    name: for people. wants: what `observe` is given beside tokens; known before anything is observed.
+    name: for people. wants: the rows that `observe` gets beside tokens; fixed before anything is observed.
     """
 
     name: str
     wants: Features
 
     def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
-        """These tokens, from position `start` on, are of the text: each once, in order.
+        """Take tokens of the text from position `start` on: each once, in order.
 
-        Positions from `start` on that were known before are void. There may be a gap before `start` where text was
-        put back that nobody has evaluated. rows: what it wants of each, [len(tokens), width]; None if it wants nothing,
-        or they were not computed here.
+        Known tokens from position `start` on become void. There may be a gap before `start` where a restored text was
+        not evaluated. rows: the wanted rows of each token, [len(tokens), width]; None if the drafter wants none, or
+        they were not computed here.
         """
         ...
 
     def propose(self, root: int, most: int) -> Draft | None:
-        """What may follow the text that was observed and then `root`: at most `most` tokens, None for nothing."""
+        """Return what may follow the observed text and then `root`: at most `most` tokens, None for nothing."""
         ...
 
     def truncate(self, length: int) -> None:
-        """The text ends after `length` tokens. It may forget more."""
+        """Forget the text from `length` tokens on. The drafter may forget more."""
         ...
 
     def close(self) -> None:
-        """Give back what it holds. Can be called again."""
+        """Free everything. It may be called again."""
         ...
 
 
 @runtime_checkable
 class Sometimes(Protocol):
-    """A drafter of which it is known without asking whether it has anything to say now."""
+    """A drafter that knows without being asked whether it can propose anything now."""
 
     @property
     def able(self) -> bool: ...
@@ -100,19 +99,19 @@ class Sometimes(Protocol):
 
 @runtime_checkable
 class Remembering(Protocol):
-    """A drafter that had to read what it knows of a text, and can be spared that."""
+    """A drafter whose knowledge of a text can be saved, so that it need not read the text again."""
 
     def state(self) -> SavedDraft | None:
-        """What it knows of the text that was observed, which it reads to its end; None for nothing.
+        """Read the observed text to its end and return the drafter's state; None for nothing.
 
-        SnapshotError if it cannot be put aside.
+        SnapshotError if it cannot be saved.
         """
         ...
 
     def load(self, saved: SavedDraft) -> None:
-        """Know what one of the same origin knew, after the text was cut to nothing.
+        """Take over the state of a drafter of the same origin, after the text was cut to nothing.
 
-        SnapshotError, and nothing known, if it is of another origin, or damaged.
+        SnapshotError, and nothing known, if the state is of another origin, or damaged.
         """
         ...
 
@@ -121,10 +120,10 @@ class Remembering(Protocol):
 
 
 class FeatureRows:
-    """Lets an engine keep what drafters want of each token. Made before its first step, and once.
+    """Lets an engine keep the rows that drafters want of each token. Make it once, before the engine's first step.
 
-    n_embd: values of a layer's input. newest: of so many tokens, the newest ones, it is looked at; None for all. Raises
-    UnsupportedError for an architecture that does not give them.
+    n_embd: values of a layer's input. newest: how many of the newest tokens any drafter looks at; None for all.
+    UnsupportedError for an architecture that does not give these rows.
     """
 
     def __init__(self, engine: Engine, drafters: Sequence[Drafter], n_embd: int) -> None:
@@ -137,13 +136,13 @@ class FeatureRows:
         self._width = engine.open_features(self._layers, nextn=any(drafter.wants.nextn for drafter in drafters))
 
     def read(self, count: int) -> Floats:
-        """What is kept of the first `count` tokens of the newest step, [count, width]. Waits for the compute."""
+        """Return the rows of the first `count` tokens of the newest step, [count, width]. Waits for the compute."""
         rows = np.empty((count, self._width), np.float32)
         self._engine.read_features(0, rows)
         return rows
 
     def of(self, wants: Features, rows: Floats) -> Floats:
-        """The columns that one drafter wants, in its order."""
+        """Return the columns that one drafter wants, in its order."""
         columns = self._columns.get(wants)
         if columns is None:
             columns = self._columns[wants] = self._find(wants)
@@ -163,7 +162,7 @@ class FeatureRows:
 
 
 class Callback:
-    """Asks a `LlamaDraftModel`, or anything that can be called so."""
+    """Asks a `LlamaDraftModel`, or any function from the text's tokens to tokens."""
 
     name = "draft_model"
     wants = Features()
@@ -181,7 +180,7 @@ class Callback:
         self._length = end
 
     def propose(self, root: int, most: int) -> Draft | None:
-        """DraftError where it returns what are no token ids."""
+        """DraftError if the function returns anything but token ids."""
         text = np.append(self._text[: self._length], np.int32(root)).astype(np.intc)
         proposed = np.asarray(self._model(text))
         if proposed.size == 0:

@@ -1,4 +1,4 @@
-"""Drafters that go on token by token: MTP heads, EAGLE3, and small models."""
+"""Drafters that go token by token: MTP heads, EAGLE3, and small models."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from .find import wants
 from .model_drafter import ModelDrafter
 
 RECENT = QUESTION_TOKENS + LEFT_OVER + 1
-"""Rows that are kept for a text that is cut, as it is where the end of a prompt is read again: what follows a cut needs
-the row of the last token that stays."""
+"""Rows that are kept for a text that is cut, as happens where the end of a prompt is read again: the token after a cut
+needs the row of the last token that stays.
+"""
 
 _OUTPUTS = 32  # so many tokens are read in the step that drafts, for more their logits would cost too much
 
@@ -35,10 +36,11 @@ def go_on(
     context: DraftContext, target: Target, at: int, tokens: Int32s, states: Floats | None = None, *,
     most: int, source: str,
 ) -> Draft:  # fmt: skip
-    """What follows these tokens, the first at `at`: the likeliest one each time, up to `most` or an end of generation.
+    """Return the tokens that follow these tokens, the first at `at`: the likeliest each time, up to `most` or an end of
+    generation.
 
-    states: what each goes on from, for a graph that takes them and gives the next one; None for a model that reads a
-    text by itself. It ends before a token that the target does not have.
+    states: the input of each token, for a graph that takes states and returns the next one; None for a model that reads
+    a text by itself. The draft ends before a token that the target does not have.
     """
     found, logps = list[int](), list[float]()
     while len(found) < most:
@@ -129,8 +131,8 @@ class Mtp(Chained):
     """The head of a model that predicts the token after the next one, chained on itself.
 
     path: another file of the same model that has the head, None for the target's own, which must have been loaded with
-    load_mtp. Raises ConversionError for a file without one head of this target's, and what DraftModel and DraftContext
-    raise.
+    load_mtp. ConversionError for a file without one head of this target's; also the errors of DraftModel and
+    DraftContext.
     """
 
     def __init__(self, path: Path | None, target: Target, *, window: int = SPEC_DEFAULT_WINDOW) -> None:
@@ -159,7 +161,7 @@ class Mtp(Chained):
 class Eagle3(Chained):
     """A drafter of the architecture eagle3 beside its target.
 
-    Raises ConversionError for a file that is not a drafter of this target, and what DraftModel and DraftContext raise.
+    ConversionError for a file that is not a drafter of this target; also the errors of DraftModel and DraftContext.
     """
 
     def __init__(self, path: Path, target: Target, *, window: int = SPEC_DEFAULT_WINDOW) -> None:
@@ -177,14 +179,14 @@ class Eagle3(Chained):
 
 
 PADDING = 128
-"""So many of the target's last tokens may be unknown to the small model: sizes of one family are padded differently."""
+"""Most of the target's last tokens that the small model may not know: sizes of one family are padded differently."""
 
 
 class Small(ModelDrafter):
-    """A model of the target's vocabulary beside it.
+    """A small model of the target's vocabulary beside it.
 
-    Raises ConversionError for a file that cannot be one, or has recurrent state, which could not go back behind drafts
-    that were rejected, and what DraftModel and DraftContext raise.
+    ConversionError for a file that cannot draft, or has recurrent state, which cannot roll back behind rejected drafts;
+    also the errors of DraftModel and DraftContext.
     """
 
     name = "draft"
@@ -222,7 +224,7 @@ class Small(ModelDrafter):
         self._pending.add(start, tokens)
 
     def propose(self, root: int, most: int) -> Draft | None:
-        """DecodeError if what it computes are no numbers."""
+        """DecodeError if the drafter computes values that are not finite."""
         context = self._context
         if root >= context.n_vocab:
             return None

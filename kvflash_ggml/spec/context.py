@@ -1,4 +1,6 @@
-"""A drafter's own context: stock llama.cpp, and a window of the text in it. Only here addresses become pointers."""
+"""A drafter's own context on stock llama.cpp, with a window of the text. Only this file turns addresses into
+pointers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from ..native import logits, stock
 from .base import Target
 
 STEP = 512
-"""Tokens that a drafter reads at once, at most."""
+"""Most tokens that a drafter reads at once."""
 
 _SLACK = SPEC_WINDOW  # the window moves by so much: each move looks at every cell
 
@@ -43,35 +45,35 @@ class DraftModel:
 
     @property
     def recurrent(self) -> bool:
-        """Does it keep a state that cannot go back?"""
+        """Whether it keeps a state that cannot roll back."""
         lc, model = llama_cpp, self.address
         return bool(lc.llama_model_is_recurrent(model) or lc.llama_model_is_hybrid(model))
 
     def shares_vocabulary(self, target: Target, *, apart: int) -> bool:
-        """Do its tokens mean what the target's do, but for at most `apart` of the target's last ones?"""
+        """Return whether its tokens mean what the target's do, except at most `apart` of the target's last ones."""
         vocab = llama_cpp.llama_model_get_vocab
         return same_vocabulary(vocab(target.model), vocab(self.address), apart=apart)
 
     def close(self) -> None:
-        """Every context on it must be closed before."""
+        """Free the weights. Close every context on them before."""
         if self.address:
             llama_cpp.llama_model_free(self.address)
             self.address = None
 
 
 def state_width(model: Any) -> int:
-    """Values in the state in front of the head of a model, by its address."""
+    """Return how many values the state before the head of a model has. model: its address."""
     return int(llama_cpp.llama_model_n_embd_out(model))
 
 
 class DraftContext:
     """Evaluates tokens and rows at their places in the text, and keeps at least the newest `window` positions.
 
-    model: address of a llama_model; it must outlive this, as the target must. shares: the drafter uses the target's
-    embeddings or head. mtp: it is the heads for further tokens in the target's own file. states, causal: as in
-    `native.stock`. Raises HostMemoryError if there is no memory.
+    model: address of a llama_model; it and the target must outlive this. shares: the drafter uses the target's
+    embeddings or head. mtp: the context is of the heads for further tokens in the target's own file. states, causal:
+    see `native.stock`. HostMemoryError if there is no memory.
 
-    types: ggml's, of K and V. A call that fails leaves it empty: what was read before must be read again.
+    types: ggml's types of K and V. A call that fails leaves the context empty: the text must be read again.
     """
 
     def __init__(
@@ -110,9 +112,9 @@ class DraftContext:
     def run(self, start: int, tokens: Int32s | None = None, rows: Floats | None = None, *, outputs: int = 0) -> None:
         """Evaluate tokens [n], rows [n, width], or both, from position `start` on; at most `step` of them.
 
-        What was at these positions or behind is forgotten; so is everything if `start` does not follow what is held.
-        outputs: as in `native.stock.run_draft`. Raises DecodeError, or EngineError for a token
-        out of its vocabulary and rows of another width.
+        Positions from `start` on are forgotten before, and so is everything if `start` does not follow the held
+        positions. outputs: see `native.stock.run_draft`. Raises DecodeError, or EngineError for a token out of its
+        vocabulary and rows of another width.
         """
         count = len(tokens) if tokens is not None else len(rows) if rows is not None else 0
         self.truncate(start)
@@ -130,14 +132,14 @@ class DraftContext:
         self.end = start + count
 
     def feed(self, start: int, tokens: Int32s | None, rows: Floats | None) -> None:
-        """`run` without outputs, of any length."""
+        """Evaluate any number of tokens or rows without outputs; see `run`."""
         count = len(tokens) if tokens is not None else len(rows) if rows is not None else 0
         for first in range(max(0, count - self.window), count, self.step):
             part = slice(first, first + self.step)
             self.run(start + first, None if tokens is None else tokens[part], None if rows is None else rows[part])
 
     def encode(self, rows: Floats) -> Floats:
-        """The states that the encoder makes of rows, [n, state]."""
+        """Return the states that the encoder makes of rows, [n, state]."""
         made = []
         for first in range(0, len(rows), self.step):
             part = rows[first : first + self.step]
@@ -148,11 +150,11 @@ class DraftContext:
         return np.concatenate(made)
 
     def states(self, count: int) -> Floats:
-        """The states of the first `count` tokens of the last run, [count, state]."""
+        """Return the states of the first `count` tokens of the last run, [count, state]."""
         return stock.draft_states(self._context, count, self._n_state)
 
     def top(self, rows: logits.Rows, k: int) -> tuple[Int32s, Floats]:
-        """`native.logits.top` of tokens of the last run. DecodeError if a row is not finite."""
+        """Return `native.logits.top` of rows of the last run. DecodeError if a row is not finite."""
         return logits.top(self._context, rows, k)
 
     def truncate(self, length: int) -> None:
@@ -167,24 +169,24 @@ class DraftContext:
             self.reset(length)
 
     def reset(self, start: int = 0) -> None:
-        """Hold nothing; the next token stands at `start`."""
+        """Hold nothing; the next token is at position `start`."""
         llama_cpp.llama_memory_clear(self._memory, False)
         self.first = self.end = start
 
     def state(self) -> bytes:
-        """What it holds of the positions from `first` to before `end`, as llama.cpp writes it."""
+        """Return the positions from `first` to before `end` as llama.cpp writes them."""
         size = int(llama_cpp.llama_state_seq_get_size(self._context, 0))
         data = (ctypes.c_uint8 * size)()
         written = int(llama_cpp.llama_state_seq_get_data(self._context, data, size, 0))
         return bytes(data)[:written]
 
     def load(self, first: int, end: int, saved: bytes) -> None:
-        """Hold what a context of the same model and window held; nothing if llama.cpp does not take it.
+        """Take over the state of a context of the same model and window; hold nothing if llama.cpp does not take it.
 
-        first, end: the positions, from `first` to before `end`. saved: what `state` returned.
+        first, end: the positions, from `first` to before `end`. saved: the result of `state`.
 
-        What is in the data may come from anybody: llama.cpp compares its sizes with the context's own, and it counts
-        only if the positions are those that it should have. Whether the values are numbers shows when it computes.
+        The data may come from anybody. llama.cpp compares its sizes with the context's own, and the data counts only if
+        its positions are the expected ones. Whether its values are numbers shows when the context computes.
         """
         self.reset(end)
         data = (ctypes.c_uint8 * len(saved)).from_buffer_copy(saved)
@@ -205,5 +207,5 @@ class DraftContext:
             self.first = first
 
     def close(self) -> None:
-        """Give the memory back. Can be called again."""
+        """Free the memory. It may be called again."""
         self._stack.close()

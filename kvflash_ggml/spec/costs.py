@@ -1,4 +1,4 @@
-"""What drafts cost and win: how long steps take by the rows they evaluate, and how often a source is right."""
+"""Costs and gains of drafts: step times by rows, and the acceptance of each drafter."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from .draft import ROOT, Draft
 Shares = npt.NDArray[np.float64]
 
 SAMPLES = 9
-"""The median of so many is taken."""
+"""Samples of a median."""
 
 GROUPS = ((1, 8), (9, 1 << 30))
-"""Rows that one kind of kernel computes: nothing is concluded from one group for the other but where it begins."""
+"""Rows that one kind of kernel computes. Times of one group say nothing about another, except where it begins."""
 
 BINS = 8
-"""A drafter's own probability of a token, where it gives one, is told apart so finely."""
+"""Resolution of a drafter's own probability of a token."""
 
 POSITIONS = 32
 """Tokens further from the root count as the last of these."""
 
 FORGET = 0.99
-"""What is left of the evidence after each step that adds to it."""
+"""Share of the evidence that is left after each step that adds to it."""
 
 FADE = 0.98
-"""The same for a step without evidence: what was bad is tried again some day."""
+"""The same after a step without evidence: a bad drafter is tried again some day."""
 
 PATIENCE = 2
-"""And so many times later where it was tried again already, for nothing."""
+"""And after so many times more steps if the last try was in vain."""
 
 HOPE, WEIGHT = 0.8, 4.0
-"""What is expected of a source that nothing is known of, and how many drafts it takes to think otherwise."""
+"""Expected acceptance of an unknown drafter, and how many drafts it takes to overrule that."""
 
 TRUST = 4.0
-"""How many drafts it takes until a position or a bin is thought to differ from the others."""
+"""Drafts until a position or a bin is believed to differ from the others."""
 
 SURPRISE = 1e-3
-"""Steps in a row that accept nothing are a change of the text if they were less likely than this."""
+"""Successive steps that accept nothing are a change of the text if they were less likely than this."""
 
 _UNSURE = BINS  # the row of drafts without a probability
 
 
 class Times:
-    """Medians of steps by rows. The first step of other rows than before is kept apart: it builds a graph.
+    """Median step times by rows. The first step of a new number of rows is kept apart: it builds a graph.
 
-    switch: what such a first step takes longer, in seconds. most: the most rows that were timed, 0 for none.
+    switch: extra seconds of such a first step. most: the most rows that were timed, 0 for none.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Times:
         self._guessed: dict[int, float] = {}
 
     def told(self, rows: int, seconds: float, *, first: bool) -> None:
-        """A step took so long. first: the one before it had other rows."""
+        """Note the time of a step. first: the step before it had other rows."""
         times = self._firsts if first else self._steady
         news = first or rows not in self._steady
         times.setdefault(rows, deque(maxlen=SAMPLES)).append(seconds)
@@ -76,11 +76,11 @@ class Times:
             self._guessed = {}
 
     def knows(self, rows: int) -> bool:
-        """Has a step of so many rows, or fewer, been timed?"""
+        """Return whether a step of `rows` rows, or fewer, was timed."""
         return bool(self._known) and min(self._known) <= rows
 
     def __call__(self, rows: int) -> float:
-        """Seconds of a step of so many rows, which are known, guessed low where none was timed."""
+        """Return the seconds of a step of `rows` rows; a low guess where none was timed. `knows` must be true."""
         if rows not in self._guessed:
             self._guessed[rows] = max(self._known[min(self._known)], self._guess(rows))
         return self._guessed[rows]
@@ -103,14 +103,14 @@ class Times:
 
 
 def median(values: Iterable[float]) -> float:
-    """Of at least one; without the care of `statistics.median`, since it is taken at each step."""
+    """Return the median of at least one value. `statistics.median` is slower, and this runs at each step."""
     ranked = sorted(values)
     middle = len(ranked) // 2
     return ranked[middle] if len(ranked) % 2 else (ranked[middle - 1] + ranked[middle]) / 2
 
 
 def _between(timed: dict[int, float], rows: int) -> float:
-    """The time of `rows`, on the line between its neighbours; level in front of them, as steep behind them."""
+    """Return the time of `rows` on the line between its neighbours; level before the first, as steep after the last."""
     known = sorted(timed)
     below = [k for k in known if k < rows]
     above = [k for k in known if k > rows]
@@ -127,10 +127,10 @@ def _between(timed: dict[int, float], rows: int) -> float:
 
 
 class Survival:
-    """P(a drafted token is accepted | the one before it was), by how far off it is and how sure the drafter is.
+    """P(a drafted token is accepted | the one before it was), by its position and the drafter's own probability.
 
-    Only tokens that were reached count. A cell that has seen little is taken to be like its row, a row like all, and
-    all to be as `hope` says.
+    Only tokens that were tested count. A cell with little evidence is assumed to be like its row, a row like the total,
+    and the total like `hope`.
     """
 
     def __init__(self, hope: float = HOPE) -> None:
@@ -144,14 +144,14 @@ class Survival:
         self._likelihood = 1.0  # of these misses, as things were thought to be
 
     def of(self, draft: Draft) -> Shares:
-        """The probability of each node, given its parent; [n]."""
+        """Return the probability of each node, given its parent; [n]."""
         self._age()
         rows, columns = _cells(draft)
         chances: Shares = self._estimate()[rows, columns]
         return chances
 
     def by_position(self, count: int) -> Shares:
-        """The probability of a token of each position, whatever the drafter thinks of it; [count]."""
+        """Return the probability of a token at each position, whatever its drafter's own probability; [count]."""
         self._age()
         reached, accepted = self._reached.sum(axis=0), self._accepted.sum(axis=0)
         shares = (accepted + TRUST * self._overall()) / (reached + TRUST)
@@ -159,9 +159,9 @@ class Survival:
         return by_position
 
     def told(self, draft: Draft, path: Sequence[int], *, stopped: bool = False) -> None:
-        """This draft was verified, and these nodes were accepted, in order.
+        """Count a verified draft whose nodes of `path` were accepted, in order.
 
-        stopped: the text ended after them, so that none of their children was put to the test.
+        stopped: the text ended after them, so none of their children was tested.
         """
         tested = set([ROOT, *path][: len(path) if stopped else None])
         if not tested or not len(draft):
@@ -181,7 +181,7 @@ class Survival:
         self._doubt(bool(path), float(chance), rows)
 
     def rest(self, steps: int = 1) -> None:
-        """So many steps went by without a draft of this source."""
+        """Note steps without a draft of this drafter."""
         self._rested += steps
         self._again = True
 
@@ -191,7 +191,7 @@ class Survival:
             self._rested = 0
 
     def _doubt(self, accepted: bool, chance: float, rows: npt.NDArray[np.intp]) -> None:
-        """Forget what was known of these rows if nothing is accepted any more."""
+        """Forget the evidence for these rows if nothing is accepted any more."""
         if accepted:
             self._misses, self._likelihood = 0, 1.0
             return
@@ -216,9 +216,9 @@ class Survival:
 
 
 def expected(draft: Draft, survival: Shares) -> Shares:
-    """Tokens that a step wins if it verifies the first 0, 1 ... n nodes of a draft; [n + 1].
+    """Return the tokens that a step wins if it verifies the first 0, 1 ... n nodes of a draft; [n + 1].
 
-    survival: of each node, given its parent.
+    survival: acceptance of each node, given its parent.
     """
     reached = survival.tolist()
     for node, parent in enumerate(draft.parent.tolist()):
@@ -228,7 +228,7 @@ def expected(draft: Draft, survival: Shares) -> Shares:
 
 
 def _cells(draft: Draft) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """Row and column of each node in the tables."""
+    """Return the row and column of each node in the tables."""
     columns = np.minimum(draft.depths() - 1, POSITIONS - 1).astype(np.intp)
     if draft.logp is None:
         return np.full(len(draft), _UNSURE, np.intp), columns

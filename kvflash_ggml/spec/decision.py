@@ -1,6 +1,6 @@
-"""Whether to draft, and how many rows to verify: what pays, within a budget of what it may cost.
+"""Decides whether to draft, and how many rows to verify, within a budget of time.
 
-Nothing here looks at a clock: who runs the steps tells how long they took.
+Nothing here reads a clock: the caller passes the time of each step.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from .costs import FADE, HOPE, SAMPLES, Shares, Survival, Times, expected, media
 from .draft import Draft
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Rows of a step, the root's included: few of them, since other rows than before cost a graph."""
+"""Possible rows of a step, the root's included. They are few, since another number of rows costs a graph."""
 
 EPS = 0.02
-"""Drafts may cost this share of the time of plain decoding."""
+"""Share of the time of plain decoding that drafts may cost."""
 
 CREDIT = 4.0
-"""And so many plain steps beyond that."""
+"""Plain steps that drafts may cost beyond that."""
 
 EARNED = 8.0
-"""What was won before counts up to so many times that credit."""
+"""Earlier gains count up to so many times that credit."""
 
 MARGIN = 1.05
 """A change must promise to be this much faster."""
 
 HOLD = 8
-"""Steps between two changes of the rows that are verified."""
+"""Steps between two changes of the rows."""
 
 CLIMB = 2
-"""Steps in a row whose drafts were right as a whole, after which more rows can follow at once."""
+"""Successive steps whose drafts were entirely right, after which the rows may grow at once."""
 
 STAY = 16.0
-"""Steps that the same rows are expected to stay, before it is known."""
+"""Steps that the rows are expected to stay the same, before it is known."""
 
 FRESH = 128
 """Plain steps are timed again after the time of so many, and for an answer in a text that has grown by half."""
 
 LOOK = 16
-"""A source that is not worth asking is thought about again after so many steps: thinking takes time too."""
+"""Steps until a drafter that is not worth asking is considered again: deciding takes time too."""
 
 PROMPT = 64
-"""A drafter that has so many tokens to read before it drafts does not take for a draft what it takes for both."""
+"""From so many unread tokens on, the time of a proposal counts as reading, not as drafting."""
 
 SPENT = "the budget for drafts is spent"
 
 CHEAP = 0.1
-"""A proposal that takes less than this share of a plain step is asked for on the chance."""
+"""A proposal that takes less than this share of a plain step is made without weighing its promise."""
 
 
 class Controls:
@@ -127,9 +127,9 @@ class Fixed(Controls):
 
 
 class _Source:
-    """What is known of a drafter. serial: its tokens cost one after the other.
+    """Knowledge about one drafter. serial: its tokens cost one after the other.
 
-    behind: tokens of a prompt that it reads before it proposes. pace: seconds that it took last for each of such.
+    behind: tokens of a prompt that it reads before it proposes. pace: seconds that each of these took last.
     """
 
     def __init__(self, serial: bool, hope: float) -> None:
@@ -155,16 +155,16 @@ class _Source:
             self._each = median(self._times)
 
     def length(self, most: int) -> int:
-        """Tokens that it proposes if it is asked for `most`."""
+        """Return how many tokens it proposes if it is asked for `most`."""
         return most if self.serial or not self._counts else min(most, round(median(self._counts)))
 
     def drafting(self, count: int) -> float:
-        """Seconds that a proposal of so many tokens takes; 0 before it is known."""
+        """Return the seconds that a proposal of `count` tokens takes; 0 before it is known."""
         return self._each * (count if self.serial else 1)
 
 
 class _Choice(NamedTuple):
-    """rows: of a step. rate: tokens a second. short: others win more than a plain step, but cannot be afforded."""
+    """rows: of a step. rate: tokens a second. short: other rows win more than a plain step, but exceed the budget."""
 
     rows: int
     rate: float
@@ -172,17 +172,17 @@ class _Choice(NamedTuple):
 
 
 class Controller(Controls):
-    """Chooses what wins most tokens a second, as steps and drafts have been lately.
+    """Chooses the rows that win most tokens a second, by the times and acceptance of recent steps and drafts.
 
-    With P the time that plain decoding would have taken for the same tokens, T[1] that of one of its steps, an answer
-    takes no more than (1 + eps) P + 4 T[1] and what one step takes longer than it was thought to, whatever drafters
-    return: a step that could break this is not taken. What is known of times and sources outlives the answer.
+    The bound: let P be the time that plain decoding would have taken for the same tokens, and T[1] the time of one
+    plain step. An answer takes at most (1 + eps) P + 4 T[1], plus the error of one step's expected time, whatever
+    drafters return. A step that could break this bound is not taken. Times and acceptance outlive the answer.
 
-    With rows of other texts beside it, a step takes the time of all rows and wins a token for each of the others: what
-    is said of tokens and times here is said of all texts together then.
+    With rows of other texts beside it, a step takes the time of all rows and wins a token for each of the others. Then
+    tokens and times here are those of all texts together.
 
-    widths: rows that may be verified. serial: names of the sources that compute their tokens one after the other.
-    hopes: of sources, how often a token of theirs is thought to be right as long as little is known.
+    widths: rows that may be verified. serial: names of the drafters that compute their tokens one after the other.
+    hopes: expected acceptance of drafters before there is evidence.
     """
 
     def __init__(
@@ -229,15 +229,15 @@ class Controller(Controls):
 
     @property
     def _knows(self) -> bool:
-        """Has a plain step been timed?"""
+        """Whether a plain step has been timed."""
         return self._times.knows(1 + self._beside)
 
     def _time(self, rows: int) -> float:
-        """Seconds of a step of so many rows beside those of others. A plain one must be known."""
+        """Return the seconds of a step of `rows` rows beside the rows of others. A plain step must have been timed."""
         return self._times(rows + self._beside)
 
     def _won(self, tokens: float) -> float:
-        """So many tokens of this text and one for each row beside, in plain steps."""
+        """Return the gain of `tokens` of this text and one for each row beside, in plain steps."""
         return (self._beside + tokens) / (self._beside + 1)
 
     def apart(self) -> None:
@@ -336,7 +336,7 @@ class Controller(Controls):
         return seconds
 
     def _reckon(self, won: int, seconds: float, *, plain: bool) -> None:
-        """Enter a step into the books. A plain one after a plain one costs what plain decoding costs."""
+        """Enter a step into the books. A plain step after a plain step costs what plain decoding costs."""
         step = self._time(1)
         steps = self._won(won)
         self._plain += steps * step
@@ -346,7 +346,7 @@ class Controller(Controls):
         self.excess = max(self.excess, -EARNED * self._credit * step)
 
     def _follow(self, rows: int, first: bool, won: int) -> None:
-        """Keep up with how long rows stay the same, and with when a plain step was timed."""
+        """Track how long rows stay the same, and when a plain step was timed."""
         if first and self._rows:
             self._stay += (self._run - self._stay) / 4
             self._run = 0
@@ -369,20 +369,22 @@ class Controller(Controls):
             self._due = steps
 
     def _left(self) -> float:
-        """Seconds that a step may take longer than a plain one, with the books in order if it accepts nothing."""
+        """Return the seconds that a step may take longer than a plain one, so that the bound holds if it accepts
+        nothing.
+        """
         return self._credit * self._time(1) + self._eps * self._plain - self.excess - self._pending
 
     def _beyond(self, rows: int, drafting: float) -> float:
-        """Seconds that a step of so many rows takes longer than a plain one, with what it takes to draft them."""
+        """Return the seconds that drafting and a step of `rows` rows take longer than a plain step."""
         back = 2 * self._times.switch if rows != self._rows else 0.0  # there, and back
         return drafting + self._time(rows) - self._time(1) + back
 
     def _best(
         self, tokens: Shares, widths: Collection[int], drafting: Callable[[int], float] = lambda count: 0.0
     ) -> _Choice:
-        """The rows that win most tokens a second, among those that the budget allows; 1 for a plain step.
+        """Return the rows that win most tokens a second among those that the budget allows; 1 for a plain step.
 
-        tokens: what a step of 1, 2 ... rows wins. drafting: what it takes to have so many tokens drafted.
+        tokens: gain of a step of 1, 2 ... rows. drafting: seconds to draft so many tokens.
         """
         change = self._times.switch / max(1.0, self._stay)
         most = self._times.most  # what is unknown is come near to by and by, and begins where it costs least
@@ -404,18 +406,18 @@ class Controller(Controls):
         return _Choice(best, float(rates[best]), bool(dear > MARGIN * rates[1]))
 
     def _holds(self, rows: int) -> bool:
-        """Is it too early to verify so many rows, after others?"""
+        """Return whether it is too early to change to `rows` rows."""
         if not self._held or rows == self._held or self._since >= HOLD:
             return False
         return rows < self._held or self._full < CLIMB
 
     def _average(self, source: _Source) -> Shares:
-        """Tokens that steps of 1, 2 ... rows win with drafts as this source makes them."""
+        """Return the tokens that steps of 1, 2 ... rows win with average drafts of this drafter."""
         survival = source.survival.by_position(source.length(self._widths[-1] - 1))
         return np.concatenate([[1.0], 1 + np.cumsum(np.cumprod(survival))])
 
     def _promise(self, name: str) -> float:
-        """Tokens a second with this source instead, 0 if it would not be asked."""
+        """Return the tokens a second with this drafter instead, 0 if it would not be asked."""
         source = self._source(name)
         if source.resting or self._is_late(source):
             return 0.0
@@ -427,11 +429,13 @@ class Controller(Controls):
         return best.rate if best.rows > 1 else 0.0
 
     def _is_late(self, source: _Source) -> bool:
-        """Does what it reads before it drafts take longer than the budget allows?"""
+        """Return whether reading its pending tokens would exceed the budget."""
         return bool(source.behind) and self._beyond(self._widths[0], source.behind * source.pace) > self._left()
 
     def _fail(self, name: str) -> None:
-        """A proposal was for nothing: rest, longer each time, but no longer than it takes to make good for it."""
+        """Let a drafter rest after a proposal in vain: longer each time, but at most until its cost is made good
+        for.
+        """
         source = self._source(name)
         source.failed += 1
         repaid = source.drafting(1) / (self._eps / 4 * self._time(1)) if self._knows else 0.0

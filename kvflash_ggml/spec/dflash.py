@@ -1,4 +1,4 @@
-"""DFlash: a drafter that fills in a block of masked tokens at once, from what layers of the target are given."""
+"""DFlash: a drafter that fills a block of masked tokens at once, from inputs of the target's layers."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Positions:
 
 @dataclass(frozen=True, slots=True)
 class Markov:
-    """DSpark: each token given the likeliest one before it, and how sure it is that it will be accepted.
+    """DSpark: each token given the likeliest token before it, and an estimate of its acceptance.
 
-    first: with 0 the root's own row drafts too. confident: has it a head for that?
+    first: with 0 the root's own row drafts too. confident: whether the model has a head for that estimate.
     """
 
     size: int
@@ -60,7 +60,7 @@ class Markov:
         return stock.STATES if self.confident else stock.NO_STATES
 
     def read(self, context: DraftContext, most: int, branches: int) -> Draft:
-        """There is one branch: the graph goes on from the likeliest tokens."""
+        """There is one branch: the graph continues from the likeliest tokens."""
         rows = range(self.first, self.first + min(most, self.size))
         ids, logp = context.top(rows, 1)
         sure = logp[:, 0]
@@ -72,7 +72,9 @@ class Markov:
 
 @dataclass(frozen=True, slots=True)
 class Lattice:
-    """DFlash2: of each position the `k` likeliest tokens, and how likely each is after each of the position before."""
+    """DFlash2: the `k` likeliest tokens of each position, and their probabilities after each token of the position
+    before.
+    """
 
     size: int
     k: int
@@ -82,7 +84,7 @@ class Lattice:
     outputs = False
 
     def read(self, context: DraftContext, most: int, branches: int) -> Draft:
-        """DraftError if it holds what are no numbers."""
+        """DraftError if the lattice holds values that are not finite."""
         tokens, logp = self.unpacked(context.states(self.first + min(most, self.size))[self.first :])
         if branches > 1:
             return tree.from_lattice(tokens, logp[0, 0], logp[1:], most, self.name)
@@ -95,7 +97,7 @@ class Lattice:
         return chain(found, self.name, np.array(sure, np.float32))
 
     def unpacked(self, states: Floats) -> tuple[Int32s, Floats]:
-        """Tokens [n, k], and their log-probabilities after each of the position before, [n, k, k].
+        """Return tokens [n, k], and their log-probabilities after each token of the position before, [n, k, k].
 
         A state has k ids and k * k scores, then zeros. After the root all k rows are the same.
         """
@@ -110,15 +112,15 @@ class Lattice:
 
 
 Reader = Positions | Markov | Lattice
-"""name: of the kind. size: tokens of a block that are drafts. first: the row of the first one. states: which it needs
-of the context. outputs: needs it logits?
+"""name: of the kind. size: tokens of a block that are drafted. first: the row of the first drafted token. states: the
+states that it needs of the context. outputs: whether it needs logits.
 
-read: the draft in the block that was run last, of at most `most` tokens; with several branches a tree.
+read: returns the draft in the block that was run last, of at most `most` tokens; with several branches a tree.
 """
 
 
 def block_reader(file: GGUF, block: int) -> Reader:
-    """For a drafter's file, whose blocks have so many tokens."""
+    """Return the reader of a drafter's file, whose blocks have `block` tokens."""
     if "selector_hidden.weight" in file.tensors:
         return Lattice(block - 1, int(file.own("selector_top_k")))
     if "markov_w1.weight" not in file.tensors:
@@ -133,9 +135,9 @@ logger = logging.getLogger("kvflash_ggml")
 class DFlash(ModelDrafter):
     """A drafter of the architecture dflash beside its target.
 
-    Rows of the text wait on the host until a draft is wanted; the newest `window` of them are read then. branches:
-    tokens that may follow another, where the target can verify trees; 1 for chains. Raises ConversionError for a file
-    that is not a drafter of this target, and what DraftModel and DraftContext raise.
+    Rows of the text wait on the host until a draft is wanted; then the newest `window` of them are read. branches:
+    tokens that may follow one token, where the target can verify trees; 1 for chains. ConversionError for a file that
+    is not a drafter of this target; also the errors of DraftModel and DraftContext.
     """
 
     def __init__(self, path: Path, target: Target, *, window: int = SPEC_DEFAULT_WINDOW, branches: int = 1) -> None:
@@ -161,7 +163,7 @@ class DFlash(ModelDrafter):
 
     @property
     def size(self) -> int:
-        """Tokens of a draft, at most."""
+        """Most tokens of a draft."""
         return self._reader.size
 
     def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
@@ -172,7 +174,7 @@ class DFlash(ModelDrafter):
             self._pending.add(start, tokens, rows)
 
     def propose(self, root: int, most: int) -> Draft | None:
-        """DecodeError or DraftError if what it computes are no numbers."""
+        """DecodeError or DraftError if the drafter computes values that are not finite."""
         self._read()
         context, end = self._context, self._pending.end
         if context.end != end or context.first == end:

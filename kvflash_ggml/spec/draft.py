@@ -1,4 +1,4 @@
-"""What a drafter proposes: tokens that may follow the root, the newest token of the text, as a chain or as a tree."""
+"""A draft: tokens that may follow the root, the newest token of the text, as a chain or as a tree."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ROOT = -1
 class Draft:
     """Tokens that may follow the root.
 
-    tokens: [n]. parent: [n], the node before each, ROOT or smaller than its own number. logp: [n], the drafter's
-    logarithm of the probability of a token given its parent, or None. source: who proposes it.
+    tokens: [n]. parent: [n], the parent node of each, ROOT or smaller than its own number. logp: [n], the drafter's
+    log-probability of a token given its parent, or None. source: the drafter's name.
     """
 
     tokens: Int32s
@@ -32,11 +32,11 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        """Does each token follow the one before it?"""
+        """Whether each token follows the one before it."""
         return bool(np.array_equal(self.parent, np.arange(ROOT, len(self) - 1)))
 
     def depths(self) -> Int32s:
-        """How many tokens after the root each node is: 1 for those that follow it; [n]."""
+        """Return the distance of each node from the root, [n]: 1 for nodes that follow the root."""
         depths = np.ones(len(self), np.int32)
         for node, parent in enumerate(self.parent.tolist()):
             if parent != ROOT:
@@ -44,17 +44,17 @@ class Draft:
         return depths
 
     def child(self, node: int, token: int) -> int | None:
-        """The node after `node` (or ROOT) with this token; None if it was not drafted."""
+        """Return the node after `node` (or ROOT) with this token; None if it was not drafted."""
         found = np.flatnonzero((self.parent == node) & (self.tokens == token))
         return int(found[0]) if found.size else None
 
     def first(self, count: int) -> Draft:
-        """The draft without its nodes from `count` on."""
+        """Return the draft without its nodes from `count` on."""
         logp = None if self.logp is None else self.logp[:count]
         return Draft(self.tokens[:count], self.parent[:count], self.source, logp)
 
     def padded(self, count: int, token: int) -> Draft:
-        """A chain with `token` after its end until it has `count` nodes; any other draft as it is."""
+        """Return a chain with `token` appended until it has `count` nodes; a tree as it is."""
         more = count - len(self)
         if more <= 0 or not self.is_chain:
             return self
@@ -62,16 +62,16 @@ class Draft:
 
 
 def chain(tokens: Sequence[int] | Int32s, source: str, logp: Floats | None = None) -> Draft:
-    """Tokens that follow each other."""
+    """Return a draft whose tokens follow each other."""
     return Draft(np.asarray(tokens, np.int32), np.arange(ROOT, len(tokens) - 1, dtype=np.int32), source, logp)
 
 
 def checked(draft: Draft, *, n_vocab: int, most: int, ends: Collection[int] = ()) -> Draft:
-    """A draft that can be verified, of at most `most` tokens, without what would follow an end of generation.
+    """Return a draft that can be verified, of at most `most` tokens, without tokens after an end of generation.
 
-    ends: the tokens that end a text. Log-probabilities that are no numbers are dropped. Raises DraftError for ids out
-    of the vocabulary, arrays that do not fit each other, parents that come later, or siblings that are the same; what
-    comes after `most` tokens is not looked at.
+    ends: the tokens that end a text. Log-probabilities that are not finite are dropped. DraftError for ids out of the
+    vocabulary, arrays that do not fit each other, parents that come later, or siblings with the same token. Tokens
+    after the first `most` are not checked, except for the arrays' shapes.
     """
     tokens, parent = draft.tokens, draft.parent
     for name, values in (("tokens", tokens), ("parents", parent)):
@@ -93,14 +93,14 @@ def checked(draft: Draft, *, n_vocab: int, most: int, ends: Collection[int] = ()
 
 
 def _numbers(logp: object, count: int) -> Floats | None:
-    """So many log-probabilities; None if there are not so many, or they are no finite numbers."""
+    """Return the log-probabilities; None unless they are `count` finite numbers."""
     if not isinstance(logp, np.ndarray) or logp.dtype.kind != "f" or logp.shape != (count,):
         return None
     return logp if bool(np.isfinite(logp).all()) else None
 
 
 def _before_ends(draft: Draft, ends: Collection[int]) -> Draft:
-    """The draft without what would follow a token that ends the text."""
+    """Return the draft without tokens that would follow a token that ends the text."""
     if not ends or not np.isin(draft.tokens, list(ends)).any():
         return draft
     number: dict[int, int] = {ROOT: ROOT}  # of the nodes that stay, and go on
@@ -123,7 +123,7 @@ def _before_ends(draft: Draft, ends: Collection[int]) -> Draft:
 
 @dataclass(slots=True)
 class Source:
-    """Of one drafter: steps that verified its drafts, tokens of it that were verified, and that were accepted."""
+    """Counts of one drafter: steps that verified its drafts, its tokens that were verified, and those accepted."""
 
     steps: int = 0
     drafted: int = 0
@@ -132,12 +132,12 @@ class Source:
 
 @dataclass(slots=True)
 class Tally:
-    """Steps of a time, and what they won.
+    """Counts of steps, and of the tokens they won.
 
-    steps: those that verified a draft; each wins one token more than it accepts. plain_steps: others that generated.
-    drafted, accepted: tokens. reached, agreed: per position of a draft, how often it was looked at, and how often it
-    was accepted. seconds_draft, seconds_verify: taken by drafters, and by the steps that verified. bad_drafts: that
-    could not be verified. lucky: tokens won by rows that only fill a step.
+    steps: steps that verified a draft; each wins one token more than it accepts. plain_steps: other steps that
+    generated a token. drafted, accepted: tokens. reached, agreed: per position of a draft, how often it was tested, and
+    how often it was accepted. seconds_draft, seconds_verify: time of the drafters, and of the steps that verified.
+    bad_drafts: drafts that could not be verified. lucky: tokens won by rows that only pad a step.
     """
 
     steps: int = 0
@@ -155,21 +155,21 @@ class Tally:
 
     @property
     def rate(self) -> float | None:
-        """Share of the drafted tokens that was accepted, 0 to 1; None if none was drafted."""
+        """Accepted share of the drafted tokens, 0 to 1; None if none was drafted."""
         return self.accepted / self.drafted if self.drafted else None
 
     @property
     def mean_length(self) -> float | None:
-        """Tokens won by a step that verified, the last one chosen by the target included; None without such steps."""
+        """Mean tokens won by a step that verified, with the one that the target adds; None without such steps."""
         return 1 + (self.accepted + self.lucky) / self.steps if self.steps else None
 
     @property
     def per_position(self) -> tuple[float, ...]:
-        """Share accepted of those drafts that were right before, by their position after the newest token."""
+        """Share accepted at each position after the newest token, given that the earlier positions were accepted."""
         return tuple(b / a for a, b in zip(self.reached, self.agreed, strict=True))
 
     def plain(self, seconds: float, drafting: float = 0.0) -> None:
-        """One token was generated without a draft, in so much time, and in what drafters took."""
+        """Count one token that was generated without a draft in `seconds`, and the drafters' time."""
         self.plain_steps += 1
         self.seconds_plain += seconds
         self.seconds_draft += drafting
@@ -177,7 +177,7 @@ class Tally:
     def verified(
         self, draft: Draft, path: Sequence[int], seconds: float, drafting: float = 0.0, *, stopped: bool = False
     ) -> None:
-        """Of a draft the nodes of `path` were right, from the first on. stopped: what follows was not looked at."""
+        """Count a verified draft whose nodes of `path` were accepted. stopped: later nodes were not tested."""
         accepted = len(path)
         own = self.by_source.setdefault(draft.source, Source())
         for counts in (self, own):

@@ -1,4 +1,4 @@
-"""Who can draft for a model: from the heads of files alone, before anything is loaded."""
+"""Finds the drafters of a model from the heads of files alone, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ _BY_ARCHITECTURE = {"dflash": DFLASH, "eagle3": EAGLE3}
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What to open. type: by upstream's name. file: of the drafter; None for the text and for the target's own head."""
+    """A drafter to open. type: by upstream's name. file: of the drafter; None for the text and for the target's own
+    head.
+    """
 
     type: str
     file: Path | None = None
 
 
 def find(model: Path, types: Sequence[str] = (), draft: Path | None = None) -> list[Found]:
-    """Who is to draft for a model, in the order to ask them.
+    """Return the drafters of a model, in the order to ask them.
 
-    types: who is asked for, by upstream's names, each once. Without any: the text itself, and then `draft`, or the head
-    in the model's file, or the best drafter that fits among the files beside it, or nobody. draft: a drafter's file. A
-    small model is taken only if it is named. A head that is found in the model's file is to be loaded with it.
+    types: requested types by upstream's names, each once. Without any: the text itself, and then `draft`, or the head
+    in the model's file, or the best drafter that fits among the files beside it, if any. draft: a drafter's file. A
+    small model is taken only if it is named. Load the model with its head if that is found.
 
-    Raises ConfigError if what is asked for is not there, ConversionError for a file that is not a drafter of the model.
+    ConfigError if a requested drafter is not there, ConversionError for a file that is not a drafter of the model.
     """
     search = _Search(model)
     kind = None if draft is None else search.kind(draft)
@@ -58,7 +60,7 @@ class _Search:
         self._model = model
 
     def kind(self, draft: Path) -> str:
-        """Which type of drafter a file is; checked, if it is bound to a target."""
+        """Return the type of a drafter's file. A file that is bound to a target is checked."""
         file = reader.read(draft)
         part = purpose.part(file)
         if part is not None and not part.drafts and file.get("general.architecture") not in BOUND:
@@ -71,14 +73,14 @@ class _Search:
         return found
 
     def best(self) -> Found | None:
-        """The head in the model's file, or the first of the files beside it that fits."""
+        """Return the head in the model's file, or the best file beside it that fits."""
         if self._own_head():
             return Found(MTP)
         fitting = list(self._fitting((DFLASH, EAGLE3, MTP), partial(logger.info, "passed over as a drafter: %s")))
         return min(fitting, key=_rank)[1] if fitting else None
 
     def one(self, name: str) -> Found:
-        """A drafter of this type."""
+        """Return a drafter of this type."""
         if name == NGRAM or (name == MTP and self._own_head()):
             return Found(name)
         refused: list[ConversionError] = []
@@ -94,7 +96,7 @@ class _Search:
     def _fitting(
         self, types: Sequence[str], refused: Callable[[ConversionError], None]
     ) -> Iterator[tuple[GGUF, Found]]:
-        """The files beside the model that are drafters of it, of these types."""
+        """Yield the files beside the model that are drafters of it, of these types."""
         for path in self._beside():
             try:
                 file = reader.read(path)
@@ -104,7 +106,7 @@ class _Search:
                 refused(error)
 
     def _beside(self) -> Iterator[Path]:
-        """Files that may be bound to the model; those of heads have "mtp" in their names."""
+        """Yield files that may be bound to the model; files of heads have "mtp" in their names."""
         for folder in FOLDERS:
             for path in sorted((self._model.parent / folder).glob("*.gguf")):
                 if not path.is_file() or path.samefile(self._model):
@@ -118,12 +120,12 @@ class _Search:
 
     @cached_property
     def _target(self) -> GGUF:
-        """Read once: a large vocabulary takes its time."""
+        """The model's file, read once: a large vocabulary takes time."""
         return reader.read(self._model)
 
 
 def kind_of(file: GGUF) -> str:
-    """The type of a file that may be bound to a target, before it is checked."""
+    """Return the type of a file that may be bound to a target, before it is checked."""
     if file.architecture in _BY_ARCHITECTURE:
         return _BY_ARCHITECTURE[file.architecture]
     if file.architecture in BOUND:
@@ -135,7 +137,7 @@ def kind_of(file: GGUF) -> str:
 
 
 def wants(file: GGUF, target: GGUF) -> Features:
-    """What a drafter that is bound to this target is given of it. ConversionError if its file does not say so."""
+    """Return the rows that a drafter bound to this target needs. ConversionError if its file does not say."""
     if kind_of(file) == MTP:
         return Features(nextn=True)
     layers, own = verify.target_layers(file), target_facts.describe(target).layers
@@ -144,7 +146,7 @@ def wants(file: GGUF, target: GGUF) -> Features:
 
 
 def _rank(candidate: tuple[GGUF, Found]) -> tuple[int, str]:
-    """What drafts best comes first, then by name."""
+    """Sort key: the best kind of drafter first, then by name."""
     file, found = candidate
     order = (
         "selector_hidden.weight" in file.tensors,

@@ -1,4 +1,4 @@
-"""Between a text and its drafters: who is asked, how much of it is verified, and what came of it."""
+"""Between a text and its drafters: which drafter is asked, how much of its draft is verified, and the counts."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from .decision import Controls
 from .draft import Draft, Tally, checked
 
 MAX_BAD = 3
-"""Drafts in a row that cannot be verified, after which a drafter is not asked any more; the same of failed steps."""
+"""Unverifiable drafts in a row after which a drafter is not asked any more; the same number of failed steps."""
 
 UNASKED = 64
-"""Steps without a draft, after which one that was not asked in them is not given anything of the target's compute any
-more: to read that takes time at each step."""
+"""Steps without a draft after which a drafter that was not asked gets no more of the target's rows: to read these takes
+time at each step.
+"""
 
 AGAIN = 8
-"""What is left of these steps when a prompt was read: of that everybody is given what he wants."""
+"""How many of these steps are left after a prompt: every drafter gets the rows of a prompt."""
 
 WARM = 32
-"""Tokens that one which was given nothing for a while has to be given before it is asked again."""
+"""Tokens whose rows a drafter must get, after a pause, before it is asked again."""
 
 
 ANOTHER = "drafting for another text"
@@ -38,7 +39,7 @@ ANOTHER = "drafting for another text"
 
 @dataclass(slots=True)
 class Asked:
-    """A drafter. known: how much of the text it was told. read: how long the text was when it was asked last.
+    """A drafter and its bookkeeping.
 
     bad: drafts in a row that could not be verified; why: what was wrong, of one that is not asked any more. deciding:
     seconds that it took last to find out what its draft is worth. unasked: steps without a draft since it was asked.
@@ -66,16 +67,16 @@ class Asked:
 
     @property
     def able(self) -> bool:
-        """May it have something to say?"""
+        """Whether it may have something to propose."""
         return not self.failed and (self._sometimes is None or self._sometimes.able)
 
     @property
     def follows(self) -> bool:
-        """Is it given what it wants of each step?"""
+        """Whether it gets the target's rows of each step."""
         return not self.failed and self.unasked <= UNASKED
 
     def reads(self, count: int, *, ahead: bool) -> bool:
-        """A step has computed so many tokens: is it to be given what it wants of them?"""
+        """Count a step of `count` tokens. Returns whether the drafter gets the target's rows of these tokens."""
         if count == 1:
             self.unasked += 1
         elif not ahead:
@@ -85,18 +86,18 @@ class Asked:
         return self.follows and bool(self.drafter.wants)
 
     def behind(self, length: int) -> int:
-        """How much of a text of so many tokens it reads before it drafts."""
+        """Return how many tokens of a text of `length` it reads before it drafts."""
         if self.missing:
             return self.missing  # and nothing before these
         newest = self.drafter.wants.newest
         return length - self.read if newest is None else min(newest, length - self.read)
 
     def truncate(self, length: int) -> None:
-        """The text has `length` tokens left."""
+        """Note that the text was cut to `length` tokens."""
         self.known, self.read = min(self.known, length), min(self.read, length)
 
     def told(self, start: int, count: int) -> None:
-        """It is given what it wants of these."""
+        """Note that it gets the rows of these tokens."""
         if start > self.known:
             self.read = start
         self.known = start + count
@@ -108,7 +109,7 @@ class Asked:
         self.missing = WARM
 
     def is_ready(self) -> bool:
-        """Can it be asked? It is given what it wants from now on."""
+        """Return whether it can be asked. It gets the target's rows from now on."""
         self.unasked = 0
         return not (self.drafter.wants and self.missing)
 
@@ -117,7 +118,7 @@ logger = logging.getLogger("kvflash_ggml")
 
 
 class Text(Protocol):
-    """What is drafted for. tokens: of the text, without the root. room_ahead: rows that one step can verify.
+    """The text to draft for. tokens: of the text, without the root. room_ahead: rows that one step can verify.
 
     branch_room: positions that the rows of a tree can take, 0 where only chains can be verified.
     """
@@ -131,7 +132,7 @@ class Text(Protocol):
 
 
 class Speculator:
-    """Asks the drafters of one text in turn, and learns from what becomes of their drafts. It follows the text.
+    """Asks the drafters of one text in turn, and learns from the outcome of their drafts. It follows the text.
 
     controls: what is worth it. n_vocab: of the target. ends: tokens that end a text. features: what drafters are given
     of the target's compute; None if they want nothing. One that is not asked for long is not given it any more, until
@@ -181,13 +182,13 @@ class Speculator:
 
     @property
     def total(self) -> Tally:
-        """What came of it since the model was loaded."""
+        """Counts since the model was loaded."""
         self._tell_passed()
         return self._total
 
     @property
     def last(self) -> Tally:
-        """What came of it since `begin`."""
+        """Counts since `begin`."""
         self._tell_passed()
         return self._last
 
@@ -224,7 +225,7 @@ class Speculator:
         self._asked = self._all if why_not is None else [one for one in self._all if not one.lone]
 
     def begin(self, length: int, most: int | None = None) -> None:
-        """A request begins, with a text of so many tokens, which becomes longer by at most `most`."""
+        """Begin a request on a text of `length` tokens, which grows by at most `most`."""
         self._tell_passed()
         self._last = Tally()
         self._idle = 0
@@ -238,13 +239,13 @@ class Speculator:
     # --- one step
 
     def apart(self) -> None:
-        """Steps of another kind than those that are proposed for came between."""
+        """Note that steps of another kind ran in between, so their times are not compared."""
         self.controls.apart()
 
     def propose(self, text: Text, root: int) -> Draft | None:
-        """What may follow a text and then `root`, no more than a step can verify; None to go on without.
+        """Return a draft after the text and `root`, no longer than a step can verify; None for a plain step.
 
-        From here on the step is timed, until `plain` or `verified`, unless it is known that nobody is to be asked.
+        From here on the step is timed, until `plain` or `verified`, unless it is known that no drafter will be asked.
         """
         if self._idle:
             self._idle -= 1
@@ -268,20 +269,22 @@ class Speculator:
         return draft
 
     def pause(self) -> None:
-        """What follows is not of the step: somebody else has the word."""
+        """Stop the clock: the time that follows does not belong to the step."""
         if self._running is not None:
             self._spent += self._clock() - self._running
             self._running = None
 
     def resume(self, seconds: float = 0.0, beside: int = 0) -> None:
-        """The step goes on. It took `seconds` meanwhile, with so many rows of other texts `beside` its own."""
+        """Start the clock again. The step took `seconds` meanwhile, with `beside` rows of other texts beside its
+        own.
+        """
         if self._timed:
             self._spent += seconds
             self._beside = max(self._beside, beside)
             self._running = self._clock()
 
     def plain(self) -> None:
-        """The step that `propose` has begun was done without a draft."""
+        """Count the step that `propose` began as done without a draft."""
         if not self._timed:
             return  # the first token of a request is its prompt's
         self.pause()
@@ -293,7 +296,7 @@ class Speculator:
         self._idle = self.controls.idle([one.drafter.name for one in self._asked if not one.failed])
 
     def _tell_passed(self) -> None:
-        """Steps that were not timed took what such steps take."""
+        """Count steps that were not timed. They took as long as plain steps take."""
         steps, self._passed = self._passed, 0
         if steps:
             seconds = self.controls.passed(steps)
@@ -302,9 +305,9 @@ class Speculator:
                 tally.seconds_plain += seconds
 
     def verified(self, path: Sequence[int], rows: int, *, stopped: bool = False) -> None:
-        """The step that `propose` has begun has verified its draft in so many rows: the nodes of `path` were right.
+        """Count the step that `propose` began: it verified its draft in `rows` rows and accepted the nodes of `path`.
 
-        stopped: the answer ended there, and what follows them was not looked at.
+        stopped: the answer ended there, and later nodes were not tested.
         """
         self.pause()
         self._timed = False
@@ -318,7 +321,9 @@ class Speculator:
         self.controls.told(rows, seconds, draft, right, stopped=stopped, beside=self._beside)
 
     def refused(self, why: Exception) -> None:
-        """A step with a draft has failed, and is done without: after a few in a row nothing is drafted any more."""
+        """Note that a step with a draft failed and runs without it. After MAX_BAD in a row nothing is drafted any
+        more.
+        """
         self._timed, self._running = False, None
         self._refused += 1
         if self._refused >= MAX_BAD:
@@ -332,7 +337,7 @@ class Speculator:
                 self.nested.off = self.off  # it is not asked any more either
 
     def _draft(self, one: Asked, text: Text, root: int, wanted: int, instead: Collection[str]) -> Draft | None:
-        """What is to be verified of what one drafter proposes."""
+        """Return the part of one drafter's proposal that is worth verifying, or None."""
         tokens = text.tokens
         if not one.is_ready():
             return None
@@ -364,7 +369,7 @@ class Speculator:
         return draft.padded(rows - 1, root)
 
     def _ask(self, one: Asked, root: int, most: int) -> Draft | None:
-        """A draft that can be verified; None if there is none, whatever the drafter does."""
+        """Return a draft that can be verified; None if there is none, whatever the drafter does."""
         drafter = one.drafter
         try:
             proposed = drafter.propose(root, most)
@@ -397,7 +402,7 @@ class Speculator:
             self.off = why
 
     def _remove_failed(self) -> None:
-        """Close those that are not asked any more."""
+        """Close the drafters that are not asked any more."""
         failed = [one for one in self._asked if one.failed]
         if failed:
             self._all = [one for one in self._all if not one.failed]
@@ -448,7 +453,7 @@ class Speculator:
         self._forget(length)
 
     def _forget(self, length: int) -> None:
-        """Whoever was told more than so many tokens of the text is told that it ends there."""
+        """Tell every drafter that observed more than `length` tokens that the text ends there."""
         for one in self._asked:
             if one.known > length:
                 one.truncate(length)
@@ -474,7 +479,7 @@ class Speculator:
                 self._tell(one, partial(one.drafter.observe, start, tokens, self._features.of(wants, rows)))
 
     def _tell(self, one: Asked, what: Callable[[], None]) -> None:
-        """The text goes on, whatever a drafter makes of it."""
+        """Call a drafter's method. If it raises, the drafter is switched off and the text goes on."""
         if one.failed:
             return
         try:
@@ -484,14 +489,14 @@ class Speculator:
 
 
 def _locked(tokens: Int32s) -> Int32s:
-    """The same tokens, which nobody can change there."""
+    """Return the tokens as a read-only view."""
     seen: Int32s = tokens.view()
     seen.flags.writeable = False
     return seen
 
 
 def _states(drafters: Iterable[Drafter]) -> list[SavedDraft]:
-    """What they know, of those that can say it."""
+    """Return the states of the drafters that have one."""
     saved = []
     for drafter in drafters:
         if isinstance(drafter, Remembering):
@@ -505,9 +510,10 @@ def _states(drafters: Iterable[Drafter]) -> list[SavedDraft]:
 
 
 def _load(drafter: Drafter, saved: Sequence[SavedDraft], tokens: Int32s) -> int:
-    """Give back to a drafter what one like it knew of this text. How many of its tokens it knows then.
+    """Give a drafter the saved state of its kind. Returns how many tokens of the text it knows then.
 
-    That is none if the text was saved without drafters. What came back is tried once: a file may hold anything.
+    That is 0 if the text was saved without drafters. The restored drafter proposes once as a test: a file may hold
+    anything.
     """
     if not saved or not isinstance(drafter, Remembering):
         return 0
@@ -525,7 +531,7 @@ def _load(drafter: Drafter, saved: Sequence[SavedDraft], tokens: Int32s) -> int:
 
 
 class SpecStats:
-    """A read-only view. Counters are in `total`, and of the newest request in `last`: copies, as they stand."""
+    """A read-only view of a speculator. Counters are in `total`, and of the newest request in `last`, as copies."""
 
     def __init__(self, speculator: Speculator) -> None:
         self._speculator = speculator
@@ -545,9 +551,9 @@ class SpecStats:
 
     @property
     def speedup(self) -> float | None:
-        """Estimated: how many times faster than plain decoding the newest answer is.
+        """Estimate of how many times faster than plain decoding the newest answer is.
 
-        None before that is known, and where the width is fixed.
+        None before that is known, and with a fixed width.
         """
         return self._speculator.controls.speedup
 
@@ -558,21 +564,23 @@ class SpecStats:
 
     @property
     def idle(self) -> str | None:
-        """Why the last step verified nothing; None if it did."""
+        """Why the last step verified nothing; None if it verified a draft."""
         return self._speculator.controls.off
 
     @property
     def on_pool(self) -> SpecStats | None:
-        """The same of drafts that the pool has verified, where it drafts for a lossless answer and others for it."""
+        """Statistics of drafts that the pool verified for a lossless answer; None where no drafter drafts for the
+        pool.
+        """
         nested = self._speculator.nested
         return None if nested is None else SpecStats(nested)
 
     @property
     def total(self) -> Tally:
-        """Since the model was loaded."""
+        """Counts since the model was loaded."""
         return deepcopy(self._speculator.total)
 
     @property
     def last(self) -> Tally:
-        """Of the newest request."""
+        """Counts of the newest request."""
         return deepcopy(self._speculator.last)

@@ -1,4 +1,4 @@
-"""A drafter with a context of its own: what it was told and has not read, what it knows, and how that is kept."""
+"""The base of drafters with a context of their own: pending tokens, and saved state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NO_ROWS = np.empty((0, 1), np.float32)
 
 
 class PendingTokens:
-    """The newest tokens of a text, at most `most`, and the rows that belong to them."""
+    """The newest tokens of a text that a drafter has not read, at most `most`, and their rows."""
 
     start: int
     _tokens: Int32s
@@ -36,7 +36,7 @@ class PendingTokens:
         return self.start + len(self._tokens)
 
     def add(self, start: int, tokens: Int32s, rows: Floats | None = None) -> None:
-        """These follow, from position `start` on; what was there is void. Rows are copied."""
+        """Append tokens from position `start` on; older tokens from there on are void. Rows are copied."""
         if start > self.end:
             self.reset(start)
         self.truncate(start)
@@ -48,14 +48,14 @@ class PendingTokens:
         self._trim()
 
     def take(self) -> tuple[int, Int32s, Floats | None]:
-        """The position of the first, the tokens, and their rows if there are any; none are pending then."""
+        """Return the first position, the tokens, and their rows if there are any. None are pending then."""
         start, tokens = self.start, self._tokens
         rows = np.concatenate(self._rows) if self._rows else None
         self.reset(self.end)
         return start, tokens, rows
 
     def truncate(self, length: int) -> None:
-        """The text ends after `length` tokens."""
+        """Cut the text to `length` tokens."""
         if length <= self.start:
             self.reset(length)
         elif length < self.end:
@@ -64,7 +64,7 @@ class PendingTokens:
             self._rows = [np.concatenate(self._rows)[:count]] if self._rows else []
 
     def reset(self, length: int) -> None:
-        """Nothing lags of a text of this length."""
+        """Drop all pending tokens of a text of `length` tokens."""
         self.start = length
         self._tokens = np.empty(0, np.int32)
         self._rows = []

@@ -1,6 +1,6 @@
-"""Drafts out of the text itself: what followed the last tokens when they were there before.
+"""Drafts from the text itself: the tokens that followed an earlier occurrence of its last tokens.
 
-The index sees the whole text, also what is paged out.
+The index covers the whole text, evicted chunks included.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _FEW = 8
 
 
 class Chains:
-    """For windows that are added one after the other: those before each that share its bucket, newest first.
+    """Finds, for windows that are added in order, the earlier windows of the same bucket, newest first.
 
-    A table of bucket -> newest window, and of window -> the one before it in its bucket. Windows of different text may
-    share a bucket: who asks compares.
+    One table maps a bucket to its newest window, another maps a window to the one before it in its bucket. Windows of
+    different text may share a bucket: callers compare the tokens.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Chains:
         self._table(_FEWEST_BITS)
 
     def add(self, hashes: Hashes) -> None:
-        """These windows come next; [n]."""
+        """Append these windows; [n]."""
         if not len(hashes):
             return
         end = self.count + len(hashes)
@@ -70,7 +70,7 @@ class Chains:
         self._linked = True
 
     def newest(self, hashed: np.uint32, most: int) -> list[int]:
-        """At most so many windows of the bucket of this hash, newest first."""
+        """Return at most `most` windows of the bucket of this hash, newest first."""
         found: list[int] = []
         window = self._newest.item(int(hashed) >> self._shift)
         while window != NONE and len(found) < most:
@@ -105,7 +105,9 @@ class Chains:
 
 
 def hashes_of(tokens: Int32s, lengths: tuple[int, ...]) -> list[Hashes]:
-    """A hash of every window of each length, [len(tokens) - length + 1]; each length is twice the one before it."""
+    """Return a hash of every window of each length, [len(tokens) - length + 1]; each length is twice the one before
+    it.
+    """
     ids = tokens.astype(np.uint64)
     count = max(0, len(ids) - lengths[0] + 1)
     mixed = np.zeros(count, np.uint64)
@@ -122,7 +124,7 @@ def hashes_of(tokens: Int32s, lengths: tuple[int, ...]) -> list[Hashes]:
 
 
 def grown(values: npt.NDArray[_Element], size: int) -> npt.NDArray[_Element]:
-    """The same values with room for at least `size`, and for more to come."""
+    """Return the same values with room for at least `size`, and for more to come."""
     if size <= len(values):
         return values
     roomy: npt.NDArray[Any] = np.empty(max(size, 2 * len(values), 1024), values.dtype)
@@ -131,25 +133,25 @@ def grown(values: npt.NDArray[_Element], size: int) -> npt.NDArray[_Element]:
 
 
 ORDERS = (3, 6, 12, 24)
-"""Lengths of the runs that are looked up; the longest that has been there before decides."""
+"""Lengths of the runs that are looked up; the longest earlier occurrence decides."""
 
 CANDIDATES = 8
-"""How many earlier occurrences are compared, the newest first."""
+"""Earlier occurrences that are compared, the newest first."""
 
 REACH = 64
-"""A match is not followed further back: every draft is as long as it can be by then."""
+"""A match is not followed further back: every draft has its full length by then."""
 
 EAGER = 32
-"""So many tokens at once are indexed when they are observed; fewer wait for the next lookup."""
+"""So many new tokens are indexed when they are observed; fewer wait for the next lookup."""
 
 _BACK = np.arange(REACH)
 
 
 class NGram:
-    """Proposes what followed the longest earlier occurrence of the end of the text; the newest of several.
+    """Proposes the tokens that followed the longest earlier occurrence of the end of the text; the newest of several.
 
-    The longer the match, the longer the proposal: 4 tokens and two for each that matches. A match that runs into the
-    end of the text is a repetition, and is taken to go on.
+    The longer the match, the longer the proposal: 4 tokens, and two for each matching token. A match that runs into the
+    end of the text is a repetition, and the draft continues it.
     """
 
     name = "ngram"
@@ -163,7 +165,7 @@ class NGram:
         self._chains = tuple(Chains() for _ in ORDERS)
 
     def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
-        """What comes before a gap is forgotten."""
+        """Tokens before a gap are forgotten."""
         if start > self._base + self._length:
             self.close()
             self._base = start
@@ -178,7 +180,7 @@ class NGram:
             self._index()
 
     def propose(self, root: int, most: int) -> Draft | None:
-        """The log-probabilities grow with the match, and are no more than a guess."""
+        """Log-probabilities grow with the match, and are only a guess."""
         self._text[self._length] = root
         found = self._longest(self._index(beyond=1))
         if found is None or most < 1:
@@ -205,7 +207,7 @@ class NGram:
         self._chains = tuple(Chains() for _ in ORDERS)
 
     def _index(self, beyond: int = 0) -> list[Hashes]:
-        """Make all tokens known to the chains; the hashes of new runs, and of those that end so many tokens beyond."""
+        """Index all tokens. Returns the hashes of new runs, and of the runs that end `beyond` tokens later."""
         self.truncate(self._base + self._length)  # an interrupt may have left some of them ahead
         first = max(0, self._indexed - ORDERS[-1] + 1)
         hashes = hashes_of(self._text[first : self._length + beyond], ORDERS)
@@ -216,7 +218,8 @@ class NGram:
         return hashes
 
     def _longest(self, last: list[Hashes]) -> tuple[int, int] | None:
-        """Where the text, root included, matches itself best: the position like the root's, and how many tokens.
+        """Return where the text, root included, matches itself best: the position like the root's, and the matching
+        tokens.
 
         last: the hashes of the runs at its end, for each order.
         """
@@ -232,7 +235,7 @@ class NGram:
         return None
 
     def _matches(self, positions: Int64s) -> Int64s:
-        """How many tokens up to each position are those at the end of the text, [n]; at most REACH."""
+        """Return how many tokens up to each position equal the end of the text, [n]; at most REACH."""
         reach = min(REACH, self._length)
         back = _BACK[:reach]
         # Beginnings of the text that are shorter than the reach wrap around, and are cut off again.
@@ -243,5 +246,5 @@ class NGram:
 
 
 def _windows(length: int, order: int) -> int:
-    """How many runs of `order` tokens there are in a text."""
+    """Return how many runs of `order` tokens a text has."""
     return max(0, length - order + 1)

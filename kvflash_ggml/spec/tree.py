@@ -1,4 +1,4 @@
-"""Trees of drafts, and what a step needs to verify one."""
+"""Draft trees, and the rows of a step that verifies one."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..pool.masks import Branches, places
 from .draft import ROOT, Draft, chain
 
 SIBLINGS = 8
-"""No token is followed by more than so many, the likeliest."""
+"""Most tokens that may follow one token: the likeliest."""
 
 Choices = Iterable[tuple[int, float, int]]
-"""What may follow: token, logarithm of its probability, and the state it leads to."""
+"""Possible next tokens: token, log-probability, and the state it leads to."""
 
 
 def from_positions(tokens: Int32s, logp: Floats, most: int, source: str) -> Draft:
-    """The tree of `most` nodes that wins most tokens if each position is drawn apart from the others.
+    """Return the tree of `most` nodes that wins most tokens if each position is drawn independently.
 
-    tokens, logp: [positions, k], the likeliest tokens of each position and the logarithms of their probabilities; not a
-    number or minus infinity for none. The nodes are in the order of their worth: the first n are the best tree of n.
+    tokens, logp: [positions, k], the likeliest tokens of each position and their log-probabilities; NaN or minus
+    infinity for none. The nodes are ordered by worth: the first n are the best tree of n.
     """
     rows = [_ranked(*row) for row in zip(tokens.tolist(), logp.tolist(), strict=True)]
 
@@ -35,10 +35,10 @@ def from_positions(tokens: Int32s, logp: Floats, most: int, source: str) -> Draf
 
 
 def from_lattice(tokens: Int32s, first: Floats, steps: Floats, most: int, source: str) -> Draft:
-    """The same where the probability of a token depends on the one before it.
+    """Return the same tree where the probability of a token depends on the token before it.
 
-    tokens: [positions, k]. first: [k], logarithms of the probabilities of the first position. steps: [positions - 1, k,
-    k], those of each token of the next position, given each of this one.
+    tokens: [positions, k]. first: [k], log-probabilities of the first position. steps: [positions - 1, k, k],
+    log-probabilities of each token of the next position, given each token of this one.
     """
     k = tokens.shape[1] if len(tokens) else 0
 
@@ -55,11 +55,11 @@ def from_lattice(tokens: Int32s, first: Floats, steps: Floats, most: int, source
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """What a step evaluates, in the order of depth; row 0 is the root.
+    """The rows of a step, ordered by depth; row 0 is the root.
 
-    tokens: [n + 1]. depth: [n + 1], position after the root's. parent: [n + 1], the row before each, ROOT for the
-    root. main: [n + 1], is it on the main chain, the best child of the best child? node: [n + 1], of the draft, ROOT
-    for the root.
+    tokens: [n + 1]. depth: [n + 1], distance from the root. parent: [n + 1], the parent row, ROOT for the root. main:
+    [n + 1], whether the row is on the main chain, the best child of the best child. node: [n + 1], the node of the
+    draft, ROOT for the root.
     """
 
     tokens: Int32s
@@ -72,7 +72,7 @@ class Rows:
         return len(self.tokens)
 
     def of(self, node: int) -> int:
-        """The row of a node of the draft, or of the root."""
+        """Return the row of a node of the draft, or of the root."""
         return int(np.flatnonzero(self.node == node)[0])
 
     @property
@@ -82,7 +82,7 @@ class Rows:
 
 
 def rows(root: int, draft: Draft) -> Rows:
-    """The rows of a step that verifies a draft after this root."""
+    """Return the rows of a step that verifies a draft after this root."""
     if draft.is_chain:
         n = len(draft) + 1
         order = np.arange(n, dtype=np.int32)
@@ -105,7 +105,9 @@ def rows(root: int, draft: Draft) -> Rows:
 
 
 def main_chain(draft: Draft) -> list[int]:
-    """The nodes of the best child of the best child: the likeliest where that is known, else the first."""
+    """Return the nodes of the best child of the best child: the likeliest if log-probabilities are known, else the
+    first.
+    """
     best: dict[int, int] = {}
     logp = [0.0] * len(draft) if draft.logp is None else draft.logp.tolist()
     for node, parent in enumerate(draft.parent.tolist()):
@@ -120,19 +122,19 @@ def main_chain(draft: Draft) -> list[int]:
 
 
 def trunk(draft: Draft) -> Draft:
-    """The main chain alone."""
+    """Return the main chain alone."""
     nodes = main_chain(draft)
     logp = None if draft.logp is None else draft.logp[nodes]
     return chain(draft.tokens[nodes], draft.source, logp)
 
 
 def room(draft: Draft) -> int:
-    """Positions from the root's on that its rows take."""
+    """Return how many positions from the root's on the draft's rows take."""
     return rows(0, draft).branches.room
 
 
 def _ranked(tokens: list[int], logp: list[float]) -> list[tuple[int, float, int]]:
-    """The likeliest tokens, each once, with where they stand."""
+    """Return the likeliest tokens, each once, with their log-probability and index."""
     found: dict[int, tuple[int, float, int]] = {}
     for at in sorted(range(len(tokens)), key=lambda at: -logp[at] if logp[at] == logp[at] else np.inf):
         if logp[at] > -np.inf and tokens[at] not in found and len(found) < SIBLINGS:
@@ -141,7 +143,9 @@ def _ranked(tokens: list[int], logp: list[float]) -> list[tuple[int, float, int]
 
 
 def _best_first(state: int, after: Callable[[int], Choices], most: int, source: str) -> Draft:
-    """The `most` likeliest paths: a path is never likelier than its beginning, so they make a tree."""
+    """Return the tree of the `most` likeliest paths: a path is never likelier than its beginning, so they form a
+    tree.
+    """
     tokens: list[int] = []
     parents: list[int] = []
     logp: list[float] = []
