@@ -1,1 +1,1 @@
-"""Which heads of a model find what a question asks for, measured on documents whose answers are known."""
+"""Finds the heads of a model that retrieve facts, on documents whose answers are known."""

@@ -1,4 +1,4 @@
-"""Chooses the heads that count from what was measured, and keeps them in a file that says which model they are of."""
+"""Chooses the retrieval heads from the measurements, and keeps them in a file that names their model."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ KIND = "kvflash retrieval heads"
 VERSION = 1
 
 MAX_HEADS = 8
-"""More heads are noise that wins the maximum by chance, and cost memory and time."""
+"""More heads win the maximum by chance, and cost memory and time."""
 
 FLOOR = 0.4
-"""A head counts if it finds at least so much of what the best one finds."""
+"""A head counts if it finds at least this share of what the best head finds."""
 
 RECALLS = 0.3
-"""How often the best head has the fact's chunk first, for a model that can recall at all."""
+"""How often the best head ranks the fact's chunk first, for a model that can recall at all."""
 
 MIN_SCORE = 0.1
-"""By how much more of its attention that head gives to a fact when it is asked for."""
+"""How much more of its attention that head gives to a fact when it is asked for."""
 
 MAX_BYTES = 1 << 20
 """Largest file of heads that is read; the package writes a few KiB."""
 
 LISTED = 32
-"""Heads that the file tells of, for a person to read."""
+"""Heads that the file lists, for a person to read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model as it is loaded. An adapter (LoRA) does not count: its heads are the model's.
+    """A loaded model. An adapter (LoRA) does not count: its heads are the model's.
 
-    identity: of its file, and of the settings with which the same weights attend otherwise. title: what it is, in
-    words that are the same for every quantisation.
+    identity: of its file, and of settings that change the attention of the same weights. title: a description that is
+    the same for every quantisation.
     """
 
     identity: str
@@ -56,7 +56,9 @@ class Subject:
 
 
 def of_llama(llm: Any) -> Subject:
-    """llm: a `llama_cpp.Llama`. OSError or SnapshotError if its file is gone or has been replaced."""
+    """Return the identity of a model. llm: a `llama_cpp.Llama`. OSError or SnapshotError if its file is gone or was
+    replaced.
+    """
     identity = ModelFile(llm.model_path).identity()
     changed = _changed_settings(llm)
     if changed:
@@ -65,12 +67,12 @@ def of_llama(llm: Any) -> Subject:
 
 
 def rope(settings: Any) -> dict[str, Any]:
-    """How positions are encoded, as llama_context_params say it."""
+    """Return the encoding of positions, as fields of llama_context_params."""
     return {name: getattr(settings, name) for name in ROPE}
 
 
 def _changed_settings(llm: Any) -> list[tuple[str, object]]:
-    """What is given beside the file: RoPE settings other than usual, and metadata that overrides the file's."""
+    """Return the settings beside the file: RoPE settings other than usual, and metadata that overrides the file's."""
     usual = inspect.signature(type(llm).__init__).parameters
     encoding = [(name, value) for name, value in rope(llm.context_params).items() if value != usual[name].default]
     return [*encoding, *sorted((llm.kv_overrides or {}).items())]
@@ -98,10 +100,10 @@ class HeadScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What is known of a model.
+    """The retrieval heads of a model.
 
     model, title: its identity and title (see Subject). heads: the best ones, best first; none chosen: all count.
-    agreed: how many of the chosen ones each document alone would have chosen too. None is for what is not known.
+    agreed: how many of the chosen heads each document alone would have chosen too. None is for unknown values.
     """
 
     model: str
@@ -117,14 +119,14 @@ class Calibration:
         return [(x.layer, x.head) for x in self.heads if x.chosen]
 
     def among(self, layers: Sequence[int]) -> Heads | None:
-        """The chosen heads as the policy counts them, None if all count. layers: the pooled ones, in order."""
+        """Return the chosen heads as the policy counts them, None if all count. layers: the pooled ones, in order."""
         if not self.chosen:
             return None
         return as_heads((layers.index(layer), head) for layer, head in self.chosen)
 
 
 def choose(measured: Measured, *, subject: Subject, layers: Sequence[int], shapes: Sequence[KeyShape]) -> Calibration:
-    """At most MAX_HEADS heads, or none where no head finds what is asked for. layers: of the model, that are pooled."""
+    """Choose at most MAX_HEADS heads, or none where no head finds the facts. layers: of the model, that are pooled."""
     heads = every_head(shapes)
     chosen = _best(measured)
     agreed = len(chosen.intersection(*map(_best, measured.alone))) if measured.alone else None
@@ -152,7 +154,7 @@ def choose(measured: Measured, *, subject: Subject, layers: Sequence[int], shape
 
 
 def _best(measured: Measured) -> set[int]:
-    """The heads that count, by their places among all."""
+    """Return the heads that count, by their index among all."""
     order = _order(measured)[:MAX_HEADS]
     best = order[0]
     if measured.first[best] < RECALLS or measured.score[best] < MIN_SCORE:
@@ -165,7 +167,7 @@ def _order(measured: Measured) -> npt.NDArray[np.intp]:
 
 
 def heads_file(identity: str) -> Path:
-    """Where the heads of a model are kept for later runs."""
+    """Return where the heads of a model are kept for later runs."""
     return env.heads_dir() / f"{identity}.json"
 
 
@@ -178,7 +180,7 @@ def save(calibration: Calibration, path: Path) -> None:
 
 
 def read(path: Path) -> Calibration:
-    """What a file says, of whatever model. ConfigError if it is none."""
+    """Return the content of a file, of any model. ConfigError if it is not a file of heads."""
     try:
         if path.stat().st_size > MAX_BYTES or not path.is_file():  # a pipe would wait for a writer
             raise ValueError
@@ -192,9 +194,10 @@ def read(path: Path) -> Calibration:
 
 
 def load(path: Path, *, subject: Subject, layers: Sequence[int], shapes: Sequence[KeyShape]) -> Calibration:
-    """Read a file. ConfigError if it is none, is of another model, or names heads that this one does not pool.
+    """Read a file. ConfigError if it is not a file of heads, is of another model, or names heads that this model does
+    not pool.
 
-    A file of the same model in another quantisation, or with other settings, is good: `Calibration.model` tells.
+    A file of the same model in another quantisation, or with other settings, is accepted: `Calibration.model` tells.
     """
     calibration = read(path)
     if calibration.model != subject.identity and calibration.title != subject.title:

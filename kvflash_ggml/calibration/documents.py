@@ -15,7 +15,7 @@ from ..arrays import Int32s
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A sentence, a question in its words, and one in others. value: the answer."""
+    """A sentence, a question in its words, and a question in other words. value: the answer."""
 
     sentence: str
     verbatim: str
@@ -95,7 +95,7 @@ VALUES: tuple[Sequence[str], ...] = (
 
 
 def make_facts(rng: random.Random) -> list[Fact]:
-    """One fact of each form, in random order, about different persons."""
+    """Return one fact of each form, in random order, about different persons."""
     names = rng.sample(NAMES, len(FORMS))
     facts = []
     for form, values, subject in zip(FORMS, VALUES, names, strict=True):
@@ -109,7 +109,7 @@ def make_facts(rng: random.Random) -> list[Fact]:
 Tokenize = Callable[[str], Sequence[int]]
 
 EDGE = 0.03
-"""Share of the document at both ends that is free of facts: what stays resident anyway says nothing about recall."""
+"""Share of the document at both ends without facts: chunks that stay resident anyway say nothing about recall."""
 
 FACT_TOKENS = 24
 """Room for a fact, roughly."""
@@ -117,14 +117,14 @@ FACT_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """tokens: the text. facts: what is in it, with the half-open span of tokens of each."""
+    """tokens: the text. facts: the facts in it, each with its half-open span of tokens."""
 
     tokens: Int32s
     facts: tuple[tuple[Fact, tuple[int, int]], ...]
 
 
 def compose(tokenize: Tokenize, *, n_tokens: int, seed: int) -> Document:
-    """A document of about `n_tokens`, the same for the same arguments. The prose is repeated if it is too short."""
+    """Return a document of about `n_tokens`, the same for the same arguments. Prose that is too short is repeated."""
     rng = random.Random(seed)
     facts = make_facts(rng)
     prose = [tokenize(sentence + " ") for sentence in _sentences(rng)]
@@ -146,7 +146,7 @@ def compose(tokenize: Tokenize, *, n_tokens: int, seed: int) -> Document:
 
 
 def question(words: str) -> str:
-    """What stands after the document."""
+    """Return the question as it follows the document."""
     return f"\n\nQuestion: {words}\nAnswer:"
 
 

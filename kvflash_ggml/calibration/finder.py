@@ -1,4 +1,4 @@
-"""Gives a session the retrieval heads of its model: from a file, or by a calibration behind the first answer."""
+"""Gives a sequence the retrieval heads of its model: from a file, or by a calibration behind the first answer."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ BUSY = 5.0
 
 
 class HeadFinder:
-    """Of one model and its session. All heads count until the heads are known.
+    """The retrieval heads of one model. All heads count until they are known.
 
-    llm: the `llama_cpp.Llama` of the session. given: a file of heads (ConfigError if it does not fit), or None to find
+    llm: the `llama_cpp.Llama` of the sequence. given: a file of heads (ConfigError if it does not fit), or None to find
     them. OSError or SnapshotError if the model's file cannot be read again.
     """
 
@@ -72,7 +72,7 @@ class HeadFinder:
 
     @contextmanager
     def behind(self) -> Iterator[None]:
-        """Let a request run: the calibration waits for its end, but for a step every BUSY seconds."""
+        """Let a request run: the calibration waits for its end, except for a step every BUSY seconds."""
         self._requests += 1
         self._idle.clear()
         try:
@@ -83,7 +83,7 @@ class HeadFinder:
                 self._idle.set()
 
     def start(self, *, again: bool = False) -> None:
-        """Begin to find the heads on a thread of its own, unless they are known. again: also after it has failed."""
+        """Begin to find the heads on a thread, unless they are known. again: also after a failure."""
         tried, self._tried = self._tried, True
         if self.calibration is not None or self.is_finding or self._stop.is_set() or (tried and not again):
             return
@@ -99,14 +99,14 @@ class HeadFinder:
             logger.warning("all heads count for the policy: no thread to find them on: %s", err)
 
     def settle(self, session: Sequence) -> None:
-        """Let a text of the model use what has been found meanwhile. To be called between two of its requests."""
+        """Let a text of the model use the heads found meanwhile. Call it between two of its requests."""
         found, self._found = self._found, None
         if found is not None:
             self.calibration = found
         self._use(session)
 
     def wait(self, progress: Progress | None, *, most: float | None = None) -> None:
-        """Wait until the calibration that is under way has ended. progress: tokens done, and in all.
+        """Wait until the running calibration has ended. progress: tokens done, and in all.
 
         most: return with a warning as soon as it seems to take more seconds than that. The calibration continues.
         """
@@ -125,7 +125,7 @@ class HeadFinder:
                 self._progress = None
 
     def close(self) -> None:
-        """Stop whatever is under way."""
+        """Stop the calibration and wait for its thread."""
         self._stop.set()
         self._idle.set()
         if self._thread is current_thread():
@@ -212,9 +212,9 @@ class HeadFinder:
 
 
 def open_finder(llm: Any, session: Sequence, scorer: Scorer | None) -> HeadFinder | None:
-    """Return a finder where the policy can ask some heads only: heads in a file, or found behind the first answer.
+    """Return a finder where the policy can restrict itself to some heads, else None.
 
-    llm: the `llama_cpp.Llama` of the session.
+    llm: the `llama_cpp.Llama` of the sequence.
     """
     given = session.config.calibrate
     if given is False or session.scoring is None or not isinstance(scorer, Selective):

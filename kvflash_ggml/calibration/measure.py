@@ -1,4 +1,4 @@
-"""How often and how strongly each head attends to the fact that is asked for, and to the other facts."""
+"""How often and how strongly each head attends to the requested fact, and to the other facts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLEAR = 0.05
 
 
 class Reader(Protocol):
-    """A model that reads a document and is asked about it.
+    """A model that reads a document and answers questions about it.
 
     n_ctx: tokens it can hold. opening: tokens that a text begins with. n_heads: columns of `masses` for one query row.
     """
@@ -39,13 +39,16 @@ class Reader(Protocol):
         ...
 
     def ask(self, tokens: Int32s) -> Floats:
-        """Log masses of the whole chunks at the question's newest rows, [n_heads, rows, n]. It is forgotten again."""
+        """Return the log masses of the whole chunks at the question's newest rows, [n_heads, rows, n]. The question is
+        forgotten.
+        """
         ...
 
 
 class Tally:
-    """Sums over questions, per head [n_heads]. found: largest share on the fact asked for; control: on another, in the
-    mean; first: how often the chunk of the fact asked for is the best one."""
+    """Sums over questions, per head [n_heads]. found: largest share on the requested fact; control: mean share on the
+    other facts; first: how often the requested fact's chunk is the best one.
+    """
 
     def __init__(self, n_heads: int) -> None:
         self.found: Floats = np.zeros(n_heads, np.float32)
@@ -54,7 +57,9 @@ class Tally:
         self.questions = 0
 
     def add(self, masses: Floats, asked: Sequence[int], others: Sequence[int]) -> None:
-        """One question. masses: [n_heads, rows, n]. asked, others: chunks of the fact asked for, and of the others."""
+        """Add one question. masses: [n_heads, rows, n]. asked, others: chunks of the requested fact, and of the
+        others.
+        """
         logs = log_shares(masses.reshape(-1, masses.shape[2])).reshape(masses.shape)
         shares = np.exp(logs)
         share = shares[:, :, asked].max(axis=2)
@@ -65,7 +70,7 @@ class Tally:
         self.questions += 1
 
     def merge(self, other: Tally) -> None:
-        """Add the questions of another one."""
+        """Add the questions of another tally."""
         self.found += other.found
         self.control += other.control
         self.first += other.first
@@ -85,7 +90,7 @@ class Measured:
 
     @property
     def score(self) -> Floats:
-        """By how much more a head attends to a fact when it is asked for."""
+        """How much more a head attends to a fact when it is asked for."""
         return self.found - self.control
 
 
@@ -98,7 +103,7 @@ def documents(tokenize: Tokenize, n_ctx: int) -> list[Document]:
 
 
 def measure(reader: Reader, tokenize: Tokenize, *, progress: Progress) -> Measured:
-    """Read the documents and ask everything about them, verbatim and reworded. progress: tokens done, and in all.
+    """Read the documents and ask about every fact, verbatim and reworded. progress: tokens done, and in all.
 
     ValueError if the context is too short, or the model's attention is not finite.
     """
@@ -133,7 +138,7 @@ def _means(tally: Tally, tokens: int, alone: tuple[Measured, ...] = ()) -> Measu
 
 
 def _asks(document: Document, tokenize: Tokenize, shift: int) -> Iterator[tuple[Int32s, list[int], list[int]]]:
-    """(question, chunks of its fact, chunks of the other facts). shift: tokens before the document."""
+    """Yield (question, chunks of its fact, chunks of the other facts). shift: tokens before the document."""
     chunks = [range((lo + shift) // CHUNK, (hi - 1 + shift) // CHUNK + 1) for _, (lo, hi) in document.facts]
     for i, (fact, _) in enumerate(document.facts):
         asked = list(chunks[i])
@@ -143,9 +148,9 @@ def _asks(document: Document, tokenize: Tokenize, shift: int) -> Iterator[tuple[
 
 
 class Pace:
-    """Estimates how long a measurement takes, from the steps that are done.
+    """Estimates how long a measurement takes, from the finished steps.
 
-    The first step does not count: it warms up what all others use. step: tokens of a step.
+    The first step does not count: it warms up everything that the others use. step: tokens of a step.
     """
 
     def __init__(self, step: int) -> None:
@@ -153,7 +158,7 @@ class Pace:
         self._began: tuple[float, int] | None = None
 
     def seconds(self, done: int, total: int) -> float | None:
-        """Return how many seconds all of it takes, with `done` of `total` tokens done; None while nobody can tell."""
+        """Return how many seconds all of it takes, with `done` of `total` tokens done; None while that is unknown."""
         if self._began is None:
             if done > 0:
                 self._began = time.monotonic(), done

@@ -1,4 +1,4 @@
-"""Calibrates a loaded model, in a context of its own beside whatever else it does."""
+"""Calibrates a loaded model, in a context of its own beside the model's other work."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .measure import QUESTION_ROWS, TOKENS, measure
 logger = logging.getLogger("kvflash_ggml")
 
 STEP = 128
-"""Tokens that are read at once: how soon it can be stopped."""
+"""Tokens that are evaluated at once: how soon it can be stopped."""
 
 ROOM = 256
-"""Of the context beside the document: for the longest question, and rounding."""
+"""Tokens of the context beside the document: for the longest question, and rounding."""
 
 
 DEVICE_BYTES = 1 << 29
-"""What a context takes of a device beside its cache and its logits, roughly."""
+"""Device memory of a context beside its cache and its logits, roughly."""
 
 FAILURES = (KVFlashError, OSError, RuntimeError, ValueError, MemoryError)
 
@@ -48,8 +48,8 @@ def calibrate(
 ) -> Calibration:
     """Find the retrieval heads of a model.
 
-    model: a llama_cpp LlamaModel. subject: which one it is. settings: llama_context_params for what concerns the
-    machine, and for how positions are encoded. progress: tokens done, and in all, at every step.
+    model: a llama_cpp LlamaModel. subject: its identity. settings: llama_context_params for the number of threads, and
+    for the encoding of positions. progress: tokens done, and in all, at every step.
 
     CalibrationError if the model cannot be calibrated. Stopped once `stop` is set.
     """
@@ -87,7 +87,9 @@ def calibrate(
 
 
 def _check_room(model: Any, settings: Any) -> None:
-    """MemoryError where a device has so little left that llama.cpp might end the process in the middle of a step."""
+    """Raise MemoryError where a device has so little left that llama.cpp might end the process in the middle of a
+    step.
+    """
     *devices, _ = memory.of_model(ctypes.cast(model.model, ctypes.c_void_p).value or 0)
     *shares, _ = Sidecar.slot_shares(model, settings)
     for device, share in zip(devices, shares, strict=True):
@@ -99,7 +101,7 @@ def _check_room(model: Any, settings: Any) -> None:
 
 
 class SidecarReader:
-    """A session of its own as measure.Reader. check: called with tokens done and in all, at every step."""
+    """A sidecar as measure.Reader. check: called with tokens done and in all, at every step."""
 
     def __init__(self, side: Sidecar, *, opening: Sequence[int], check: Progress) -> None:
         self.n_ctx = side.n_ctx

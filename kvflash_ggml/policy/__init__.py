@@ -1,4 +1,4 @@
-"""Which chunks stay resident: one policy a file. Importing the package registers its own; nothing native is needed.
+"""Which chunks stay resident: one policy a file. Importing the package registers its own; no native library is needed.
 
 Another distribution adds a policy by an entry point of the group `kvflash_ggml.policies`. The entry point has the name
 of the policy, and names a module that registers it when imported.
@@ -17,12 +17,12 @@ PLUGINS = "kvflash_ggml.policies"
 
 
 def names() -> list[str]:
-    """Policies of this package, and all that were registered since."""
+    """Return the policies of this package, and all that were registered since."""
     return [LRU, *REGISTRY]
 
 
 def check(policy: str) -> None:
-    """Import the plugin of this name, if it is none of `names()`. ConfigError if there is none."""
+    """Import the plugin of this name, unless `names()` has it. ConfigError if there is none."""
     if policy not in names():
         from importlib.metadata import entry_points  # here, since it brings the email package
 
@@ -35,7 +35,7 @@ def check(policy: str) -> None:
 
 
 def resolve(policy: str | Scorer) -> Scorer | None:
-    """A scorer by name, or the object itself; None for pure recency."""
+    """Return a scorer by name, or the object itself; None for pure recency. ConfigError for anything else."""
     if not isinstance(policy, str):
         if not isinstance(policy, Scorer):
             raise ConfigError(f"a policy is a name or an object with the methods of Scorer, not {policy!r}")
@@ -46,7 +46,7 @@ def resolve(policy: str | Scorer) -> Scorer | None:
 
 
 def _check_whole(policy: Scorer) -> None:
-    """ConfigError for one that asks for attention masses and does not say how many: it would never be given any."""
+    """Raise ConfigError for a policy that requests attention scores without a maximum: it would never get any."""
     if hasattr(policy, "masses_wanted") and not isinstance(policy, Exact):
         raise ConfigError(
             f"policy '{policy.name}' has masses_wanted() and no most_masses(), by which room is left for them: "

@@ -1,4 +1,4 @@
-"""What a policy is: something that scores the sealed chunks of a text against what is being read or written now."""
+"""The interface of policies: a policy scores the sealed chunks of a text for the tokens being read or written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..arrays import Floats
 from ..state.session import DrafterState, Layout, Row
 
 LRU = "lru"
-"""The policy without a scorer: chunks that were written or recalled last stay. The baseline."""
+"""The policy without a scorer: the chunks that were written or recalled last stay. The baseline."""
 
 Pairs = npt.NDArray[np.int32]
 Rows = Sequence[Row]
@@ -21,7 +21,7 @@ Rows = Sequence[Row]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyShape:
-    """One pooled layer as a policy sees it. scale: attention scores are scale*q*k."""
+    """One pooled layer as a policy sees it. scale: an attention score is scale*q*k."""
 
     n_head: int
     n_head_kv: int
@@ -44,15 +44,15 @@ class Keys(Protocol):
     shapes: Sequence[KeyShape]
 
     def read(self, chunk: int) -> list[Floats]:
-        """The keys of one chunk, dequantised: per layer [CHUNK, n_head_kv, head]."""
+        """Return the keys of one chunk, dequantised: per layer [CHUNK, n_head_kv, head]."""
         ...
 
     def read_head(self, chunk: int, layer: int, head: int) -> Floats:
-        """The keys of one KV head of one chunk, dequantised: [CHUNK, head]."""
+        """Return the keys of one KV head of one chunk, dequantised: [CHUNK, head]."""
         ...
 
     def index_size(self, units: Pairs) -> int:
-        """Bytes that the keys of some KV heads of one chunk take at four bits."""
+        """Return the bytes of the four-bit keys of these KV heads of one chunk."""
         ...
 
     def index(self, chunk: int, units: Pairs) -> Row:
@@ -60,20 +60,22 @@ class Keys(Protocol):
         ...
 
     def score_index(self, units: Pairs, rows: Sequence[Row], heads: Pairs, request: ScoreRequest) -> Floats:
-        """As `score_keys`, from what `index` gave for some chunks."""
+        """Return the result of `score_keys`, computed from rows that `index` returned."""
         ...
 
     def score_keys(self, chunks: Sequence[int], request: ScoreRequest, heads: Pairs | None = None) -> Floats:
-        """Log of the attention mass of each chunk, not normalised, [columns, len(chunks)]; by default of all heads."""
+        """Return the log of the attention mass of each chunk, not normalised, [columns, len(chunks)]; by default of all
+        heads.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Masses:
-    """Logs of the attention mass of some chunks, from every key of theirs: what a streamed step has computed.
+    """Attention scores of some chunks from their real keys, as a streamed step has computed them.
 
-    heads: (pooled layer, head), sorted, [n, 2]. rows: of the newest queries. chunks: ascending. values: as
-    `Keys.score_keys` gives them for these, [n * rows, len(chunks)].
+    heads: (pooled layer, head), sorted, [n, 2]. rows: of the newest queries. chunks: ascending. values: logs of
+    attention masses as `Keys.score_keys` returns them, [n * rows, len(chunks)].
     """
 
     heads: Pairs
@@ -84,10 +86,10 @@ class Masses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
-    """One look at the text.
+    """One request to score the text.
 
-    tokens: all of them. queries: flat, per layer [rows, n_head, head]. protected: chunks that stay anyway. masses: what
-    is known already, for a scorer that is `Exact`: of the heads that it wants now.
+    tokens: all of them. queries: flat, per layer [rows, n_head, head]. protected: chunks that stay anyway. masses:
+    attention scores that are known already, of the heads that the scorer requests now, for a scorer that is `Exact`.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -102,7 +104,7 @@ class ScoreRequest:
 class Scorer(Protocol):
     """A policy. All calls come from one thread, in the order of the text. One object serves one model.
 
-    name: as the user wrote it. query_rows: newest query rows it wants per layer, 0 if it looks at tokens only.
+    name: as the user wrote it. query_rows: newest query rows it wants per layer, 0 if it uses tokens only.
     """
 
     name: str
@@ -113,38 +115,38 @@ class Scorer(Protocol):
         ...
 
     def seal(self, chunk: int) -> None:
-        """The keys of a chunk are final and can be read."""
+        """Note that the keys of a chunk are final and can be read."""
         ...
 
     def truncate(self, n_chunks: int) -> None:
-        """Chunks from `n_chunks` on are gone."""
+        """Forget the chunks from `n_chunks` on."""
         ...
 
     def score(self, request: ScoreRequest) -> Floats | None:
-        """One score per chunk [n_chunks], higher is more relevant; None to leave the resident set as it is."""
+        """Return one score per chunk [n_chunks], higher is more relevant; None to leave the resident set as it is."""
         ...
 
     @property
     def index_bytes(self) -> int:
-        """Bytes that the statistics take for a whole context."""
+        """Bytes of the statistics of a whole context."""
         ...
 
     def close(self) -> None:
-        """Free what `open` has taken."""
+        """Free everything that `open` allocated."""
         ...
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A scorer whose statistics are saved with the text. One that is not reads all keys again after a restore."""
+    """A scorer whose statistics are saved with the text. Other scorers read all keys again after a restore."""
 
     @property
     def layout(self) -> Layout:
-        """Of the rows it keeps at present."""
+        """Layout of the rows it keeps at present."""
         ...
 
     def dump(self, n_chunks: int) -> Rows:
-        """The statistics of the first chunks. Nobody writes to them afterwards."""
+        """Return the statistics of the first chunks. They are not written to afterwards."""
         ...
 
     def load(self, rows: Rows) -> None:
@@ -154,29 +156,31 @@ class Resumable(Protocol):
 
 @runtime_checkable
 class Selective(Protocol):
-    """A scorer that can ask some heads only."""
+    """A scorer that can restrict itself to some heads."""
 
     def use(self, heads: Pairs) -> None:
-        """From now on these heads count, and no others. Statistics that are at hand are made to fit."""
+        """Use only these heads from now on, and make present statistics fit."""
         ...
 
 
 @runtime_checkable
 class Exact(Protocol):
-    """A scorer that can go by masses which a streamed step has computed, instead of a look at its statistics.
+    """A scorer that can use attention scores of a streamed step in place of its statistics.
 
-    It may be asked for scores then before `seal` tells of the chunks that this step has sealed.
+    Its `score` may then be called before `seal` for the chunks that this step has sealed.
     """
 
     def masses_wanted(self, n_chunks: int, rows: int) -> tuple[Pairs, int]:
-        """Of which heads, and of how many of the newest `rows` queries; of none, where they would be too many.
+        """Return the heads and the number of newest queries to compute scores for; no heads where they would be too
+        many.
 
-        Called from any thread.
+        rows: available queries. Called from any thread.
         """
         ...
 
     def most_masses(self, n_chunks: int, n_heads: int) -> int:
-        """The most that is ever asked for, heads x rows x chunks, of a model with so many heads in its pooled layers.
+        """Return the most values ever requested, heads x rows x chunks, of a model with `n_heads` heads in its pooled
+        layers.
 
         A placement leaves room for them. Called before `open`.
         """
@@ -185,9 +189,9 @@ class Exact(Protocol):
 
 @runtime_checkable
 class Lasting(Protocol):
-    """A scorer whose looks at an answer do not replace what was found before, but stand beside it.
+    """A scorer whose scores during an answer do not replace the earlier ones, but are combined with them.
 
-    fade: by how much a score counts less for each token since its look, in the units of the scores.
+    fade: how much a score loses for each later token, in the units of the scores.
     """
 
     fade: float
@@ -198,11 +202,11 @@ class Reading(Protocol):
     """A scorer with a model of its own that reads along, and continues where it was after a restore."""
 
     def reader_state(self) -> DrafterState | None:
-        """Where it is; None if it has not begun. To be released."""
+        """Return its state, to be released; None if it has not begun."""
         ...
 
     def load_reader(self, saved: DrafterState, tokens: npt.NDArray[np.int32]) -> None:
-        """Go on from there, for a text of these tokens. What does not fit it reads again."""
+        """Continue from there, for a text of these tokens. It reads again what does not fit."""
         ...
 
 
@@ -210,7 +214,7 @@ REGISTRY: dict[str, Callable[[], Scorer]] = {}
 
 
 def register(name: str) -> Callable[[Callable[[], Scorer]], Callable[[], Scorer]]:
-    """Class decorator: make a scorer known by name. A scorer with settings registers a function of no arguments."""
+    """Class decorator: register a scorer by name. A scorer with settings registers a function of no arguments."""
 
     def add(factory: Callable[[], Scorer]) -> Callable[[], Scorer]:
         REGISTRY[name] = factory

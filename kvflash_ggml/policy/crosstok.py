@@ -1,7 +1,7 @@
-"""A drafter with another tokenizer: the target's text goes over as bytes, and its tokens' scores come back by position.
+"""A drafter with another tokenizer: it gets the target's text as bytes, and its tokens' scores map back by position.
 
 Each target token decodes alone, so that the bytes of a chunk are known; special tokens decode to nothing. A drafter
-token belongs to the chunk in which its middle byte lies.
+token belongs to the chunk that holds its middle byte.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ logger = logging.getLogger("kvflash_ggml")
 
 
 SETTLE = 256
-"""Bytes at the end of the text that are encoded again when it grows: more text can merge what is there."""
+"""Bytes at the end of the text that are encoded again when it grows: more text can merge tokens there."""
 
 
 class TextReader:
     """Follows the target's text with a drafter of another tokenizer.
 
-    decode: bytes of a target token alone. encode: drafter tokens of valid UTF-8. spell: bytes of a drafter token alone.
-    opening: what the drafter wants before any text; it stands for no byte.
+    decode: returns the bytes of a target token alone. encode: returns drafter tokens of valid UTF-8. spell: returns the
+    bytes of a drafter token alone. opening: drafter tokens before any text; they stand for no byte.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class TextReader:
         self._settled = min(self._settled, retained)
 
     def _draft(self) -> None:
-        """Encode what is not settled yet."""
+        """Encode the text that is not settled yet."""
         while self._settled > self._opening and not starts_character(self.text, self._settled_bytes):
             self._settled -= 1
         at, end = self._settled_bytes, complete_characters(self.text)
@@ -154,7 +154,7 @@ class TextReader:
 
 
 def chunk_scores(chunk_ends: Int64s, starts: Int64s, ends: Int64s, scores: Floats) -> Floats:
-    """The best score of the tokens whose middle lies in each chunk, NaN where there are none; [n_chunks].
+    """Return the best score of the tokens whose middle lies in each chunk, NaN where there are none; [n_chunks].
 
     chunk_ends: byte offset after each chunk, ascending. starts, ends, scores: of the drafter's tokens, in text order.
     """
@@ -166,7 +166,9 @@ def chunk_scores(chunk_ends: Int64s, starts: Int64s, ends: Int64s, scores: Float
 
 
 def spelled_ends(text: bytes, pieces: Sequence[bytes]) -> Int64s:
-    """Byte offset in `text` after each piece, though the encoder may have put a space before it; [len(pieces)]."""
+    """Return the byte offset in `text` after each piece, [len(pieces)]. The encoder may have put a space before the
+    text.
+    """
     lengths = np.array([len(piece) for piece in pieces], np.int64)
     if lengths.sum() > len(text) and pieces[0][:1] == b" ":
         lengths[0] -= 1
@@ -181,7 +183,7 @@ def starts_character(text: bytes | bytearray, at: int) -> bool:
 
 
 def complete_characters(text: bytes | bytearray) -> int:
-    """Length without an unfinished character at the end."""
+    """Return the length without an unfinished character at the end."""
     for back in range(1, min(3, len(text)) + 1):
         lead = text[-back]
         if lead & 0xC0 != 0x80:
@@ -191,7 +193,7 @@ def complete_characters(text: bytes | bytearray) -> int:
 
 
 def same_length_utf8(text: bytes) -> bytes:
-    """Valid UTF-8 of the same length: a question mark for each byte that is not part of a character."""
+    """Return valid UTF-8 of the same length, with a question mark for each byte that is not part of a character."""
     return text.decode("utf-8", "kvflash_question_marks").encode()
 
 
@@ -204,7 +206,7 @@ codecs.register_error("kvflash_question_marks", _question_marks)
 
 
 def token_scores(keys: Keys, request: ScoreRequest) -> Floats:
-    """Log of the largest share of attention that each token of the chunks gets, [n_chunks * CHUNK]."""
+    """Return the log of the largest share of attention that each token of the chunks gets, [n_chunks * CHUNK]."""
     mass = keys.score_keys(range(request.n_chunks), request)
     most = mass.max(axis=1, keepdims=True)
     total = most[:, 0] + np.log(np.exp(mass - most).sum(axis=1))

@@ -1,8 +1,9 @@
-"""The attention of a small model: it reads the same text, and where its newest words look is what the target keeps.
+"""The attention of a small model: it reads the same text, and the chunks that its newest tokens attend to stay
+resident.
 
-The small model keeps its KV between looks, so each token goes through it once. Its context may be shorter than the
-text: then it reads the newest part, and chunks before that keep the scores they got last. Those are shares of another
-window's attention, so they compare with the new ones in order of size only.
+The small model keeps its KV between scores, so each token goes through it once. If its context is shorter than the
+text, it reads the newest part, and chunks before that part keep their last scores. Those are shares of another window's
+attention, so only their order compares with the new ones.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ QUERY_ROWS = 8
 """The newest tokens, whose attention counts. After a cut they are read again, since older queries are not kept."""
 
 MIN_TOKENS = QUERY_ROWS + 1
-"""Tokens below which there is nothing to compare."""
+"""Fewest tokens to compare."""
 
 FAILURES = (KVFlashError, OSError, RuntimeError, ValueError, MemoryError)
 
@@ -51,24 +52,28 @@ class Drafter(Protocol):
         ...
 
     def truncate(self, length: int) -> int:
-        """Forget tokens from `length` on. Returns how many are left: fewer if its memory cannot go back just so far."""
+        """Forget tokens from `length` on. Returns how many are left: fewer if its memory cannot roll back just so
+        far.
+        """
         ...
 
     def score_chunks(self) -> Floats:
-        """Log of the largest share of attention each sealed chunk gets from the newest tokens; [length // CHUNK]."""
+        """Return the log of each sealed chunk's largest share of the newest tokens' attention; [length // CHUNK]."""
         ...
 
     def score_tokens(self) -> Floats:
-        """Log of the largest share of attention each token of the sealed chunks gets; [length // CHUNK * CHUNK]."""
+        """Return the log of each token's largest share of attention, in the sealed chunks; [length // CHUNK *
+        CHUNK].
+        """
         ...
 
     @property
     def identity(self) -> str:
-        """Which model it is, wherever its file lies."""
+        """Which model it is, independent of its path."""
         ...
 
     def state(self) -> SessionState:
-        """Its memory, to be released."""
+        """Return its memory, to be released."""
         ...
 
     def load(self, saved: DrafterState) -> None:
@@ -82,19 +87,19 @@ class Reader(Protocol):
     """Follows the target's text with a drafter."""
 
     def read(self, tokens: Int32s) -> tuple[int, Floats] | None:
-        """The first chunk that was scored, and scores from there on, NaN for none; None if the text is too short."""
+        """Return the first scored chunk, and scores from there on, NaN for none; None if the text is too short."""
         ...
 
     def reset(self) -> None:
-        """Begin anew, as if nothing had been read."""
+        """Start again, as if nothing had been read."""
         ...
 
     def state(self) -> DrafterState:
-        """Where it is, to be released."""
+        """Return its state, to be released."""
         ...
 
     def load(self, saved: DrafterState, tokens: Int32s) -> None:
-        """Go on from there, for a text of these tokens; read again what does not fit."""
+        """Continue from there, for a text of these tokens; read again what does not fit."""
         ...
 
     def close(self) -> None: ...
@@ -111,7 +116,7 @@ class Window:
 
     @property
     def first(self) -> int:
-        """The first position whose score counts: where a text was cut off, being first alone draws attention."""
+        """The first position whose score counts: the first token after a cut draws attention by being first."""
         return self.base + CHUNK if self.base else 0
 
     def follow(self, text: Int32s) -> None:
@@ -134,7 +139,7 @@ class Window:
         self._drafter.truncate(0)
 
     def state(self, bridge: TokenAlignment | None = None) -> DrafterState:
-        """The text and the drafter's memory, to be released."""
+        """Return the text and the drafter's memory, to be released."""
         return DrafterState(
             source=self._drafter.identity,
             text=self._text,
@@ -144,7 +149,7 @@ class Window:
         )
 
     def load(self, saved: DrafterState) -> bool:
-        """Go on from there. False, and at the beginning, if the drafter is another or its memory is lost."""
+        """Continue from there. False, and empty, if the drafter is another one or its memory is lost."""
         self._text, self.base = np.empty(0, np.int32), 0
         try:
             if saved.source != self._drafter.identity:
@@ -197,11 +202,11 @@ class TokenReader:
 class DrafterScorer:
     """Scores are logs of the largest share of the drafter's attention in any layer, head and row.
 
-    load: gives the reader when the first look is due; what it raises is reported once, and tried again only after the
-    text was reset. source: the drafter's file, for that report. idle: as long as the text has at most so many tokens
-    nothing can leave the pool, and nothing is loaded or read.
+    load: returns the reader when the first score is due. Its error is reported once, and it is called again only after
+    the text was reset. source: the drafter's file, for that report. idle: with at most so many tokens nothing can leave
+    the pool, so nothing is loaded or read.
 
-    A text that was reset is scored as by a scorer that has just been made.
+    A text that was reset is scored as by a new scorer.
     """
 
     name = NAME
@@ -279,7 +284,7 @@ class DrafterScorer:
             self._resume = saved, tokens
 
     def _known(self, n_chunks: int) -> Floats | None:
-        """The last score of each chunk; a chunk that never had one gets the average."""
+        """Return the last score of each chunk; a chunk that never had one gets the average."""
         scores = self._scores[:n_chunks]
         known = np.isfinite(scores)
         if not known.any():

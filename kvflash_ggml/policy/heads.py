@@ -1,7 +1,7 @@
-"""Which attention heads a policy asks, and from their scores to one score per chunk.
+"""The attention heads that a policy uses, and the way from their scores to one score per chunk.
 
-Retrieval lives in one or two heads of one or two layers. So each column is normalised over the chunks by itself, and
-the best column decides; averaging over layers would bury it.
+One or two heads of one or two layers do the retrieval. So each column is normalised over the chunks by itself, and the
+best column decides; an average over layers would bury it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Heads = npt.NDArray[np.int32]
 
 
 def as_heads(pairs: Iterable[tuple[int, int]]) -> Heads:
-    """Sorted, each once."""
+    """Return the pairs sorted, each once."""
     return np.array(sorted(set(pairs)), np.int32).reshape(-1, 2)
 
 
@@ -29,26 +29,26 @@ def every_head(shapes: Sequence[KeyShape]) -> Heads:
 
 
 def units_of(heads: Heads, shapes: Sequence[KeyShape]) -> Heads:
-    """The KV heads that these query heads read."""
+    """Return the KV heads that these query heads read."""
     return as_heads((layer, head // shapes[layer].group) for layer, head in heads.tolist())
 
 
 def split(request: ScoreRequest, shapes: Sequence[KeyShape]) -> list[Floats]:
-    """The flat queries of a look as one array [rows, n_head, head] per layer."""
+    """Return the flat queries of a request as one array [rows, n_head, head] per layer."""
     sizes = [request.rows * s.n_head * s.head for s in shapes]
     parts = np.split(request.queries, np.cumsum(sizes)[:-1])
     return [part.reshape(request.rows, s.n_head, s.head) for part, s in zip(parts, shapes, strict=True)]
 
 
 def queries_of(heads: Heads, request: ScoreRequest, shapes: Sequence[KeyShape]) -> Floats:
-    """The queries of some heads, flat: per head [rows, head]."""
+    """Return the queries of some heads, flat: per head [rows, head]."""
     layers = split(request, shapes)
     parts = [layers[layer][:, head].reshape(-1) for layer, head in heads.tolist()]
     return np.concatenate(parts) if parts else np.empty(0, np.float32)
 
 
 def newest(request: ScoreRequest, rows: int, shapes: Sequence[KeyShape]) -> ScoreRequest:
-    """The look with its newest rows only."""
+    """Return the request with its newest rows only."""
     if rows >= request.rows:
         return request
     queries = np.concatenate([part[-rows:].reshape(-1) for part in split(request, shapes)])
@@ -61,21 +61,21 @@ def newest(request: ScoreRequest, rows: int, shapes: Sequence[KeyShape]) -> Scor
 
 
 BLOCK = 64
-"""Columns that are worked on at once: at 256K tokens a megabyte, which stays in the cache."""
+"""Columns that are processed at once: a megabyte at 256K tokens, which stays in the cache."""
 
 MAX_COLUMNS = 1024
 """A mean over more columns (heads x query rows) is not worth its time: a sample of them is taken."""
 
 
 def log_shares(columns: Floats) -> Floats:
-    """Log of the share of attention that each chunk gets in each column; [columns, n]."""
+    """Return the log of each chunk's share of attention in each column; [columns, n]."""
     most = columns.max(axis=1, keepdims=True)
     shares: Floats = columns - (most + np.log(np.exp(columns - most).sum(axis=1, keepdims=True)))
     return shares
 
 
 def softmax_max(columns: Floats, penalty: Floats | float = 0.0) -> Floats:
-    """Log of the largest share of attention a chunk gets in any column, less its penalty; [columns, n] -> [n]."""
+    """Return the log of a chunk's largest share of attention in any column, less its penalty; [columns, n] -> [n]."""
     best = np.full(columns.shape[1], -np.inf, np.float32)
     penalties = np.broadcast_to(np.asarray(penalty, np.float32), (len(columns), 1))
     work = np.empty((min(BLOCK, len(columns)), columns.shape[1]), np.float32)
@@ -90,7 +90,7 @@ def softmax_max(columns: Floats, penalty: Floats | float = 0.0) -> Floats:
 
 
 def deciding(columns: Floats, chunks: Int64s, penalty: Floats | float = 0.0) -> tuple[Int64s, Floats]:
-    """Of some chunks the column that `softmax_max` has gone by, and the log of the share they get in it."""
+    """Return for some chunks the column that decided in `softmax_max`, and the log of their share in it."""
     which = np.zeros(len(chunks), np.int64)
     best = np.full(len(chunks), -np.inf, np.float32)
     share = np.full(len(chunks), -np.inf, np.float32)
@@ -107,10 +107,11 @@ def deciding(columns: Floats, chunks: Int64s, penalty: Floats | float = 0.0) -> 
 
 
 def attention_shares(masses: Floats) -> Floats:
-    """The share of the attention that each of n chunks gets; [n], summing to 1. masses: their logs, [columns, n].
+    """Return the share of the attention that each of n chunks gets; [n], summing to 1. masses: their logs, [columns,
+    n].
 
-    A column counts by the largest share one chunk has in it. Where nothing stands out, a head averages over the text,
-    and loses as little as it would by reading a sample; where the attention is on one chunk, its absence is felt.
+    A column counts by the largest share of one chunk in it. A head without a peak averages over the text, and would
+    lose little by reading a sample. Where the attention is on one chunk, its absence is felt.
     """
     masses = masses[:: len(masses) // MAX_COLUMNS | 1]  # an odd step, so that every row comes up
     total, weight = np.zeros(masses.shape[1], np.float32), np.float32(0)
@@ -134,10 +135,10 @@ EDGE = 16
 """Tokens at the end of a chunk from which a short fact may run on."""
 
 FOLLOWED = 8
-"""Best chunks that are looked at: each costs reading the keys of a head."""
+"""Best chunks that are checked: each costs reading the keys of a head."""
 
 SUCCESSOR_MARGIN = 1e-3
-"""By how much a follower ranks below the chunk it follows."""
+"""How much a follower ranks below the chunk it follows."""
 
 
 def boost_successors(
@@ -149,10 +150,10 @@ def boost_successors(
     scores: Floats,
     penalty: Floats | float = 0.0,
 ) -> None:
-    """Raise the score of each chunk that follows one whose best column attends to its last EDGE keys.
+    """Raise the score of each chunk that follows a chunk whose best column attends to its last EDGE keys.
 
     masses: logs of the attention on every chunk of the text, in the columns of `heads` and the rows of the request,
-    [columns, n]. chunks: whose keys may be looked at. scores: one per chunk, changed in place. penalty: of each column,
+    [columns, n]. chunks: whose keys may be read. scores: one per chunk, changed in place. penalty: of each column,
     [columns, 1].
     """
     ordered = np.sort(np.asarray(chunks, np.int64))
@@ -169,7 +170,7 @@ def boost_successors(
 
 
 def _attends_to_end(keys: Keys, request: ScoreRequest, layer: int, head: int, row: int, chunk: int) -> bool:
-    """Does most of the attention that a query gives a chunk go to its last keys?"""
+    """Return whether most of the attention that a query pays to a chunk goes to its last keys."""
     shape, queries = keys.shapes[layer], split(request, keys.shapes)[layer]
     scores = shape.scale * (keys.read_head(chunk, layer, head // shape.group) @ queries[row, head])
     weights = np.exp(scores - scores.max())

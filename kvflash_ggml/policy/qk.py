@@ -1,9 +1,9 @@
 """The default policy: the model's own queries against its own keys, in the heads that retrieve.
 
-A few heads of a model find what a question asks for, and the rest are noise that wins a maximum by chance (docs/
-policies.md). Of the keys that these heads read every one is kept at four bits, in an index that is made when a chunk is
-sealed. No statistic of a group of keys finds a fact among real text; every key at four bits does. The real keys of the
-best few chunks, which the host holds anyway, then decide the order.
+A few heads of a model find the fact that a question asks for; the rest win a maximum by chance (docs/policies.md). Of
+these heads the policy keeps every key at four bits, in an index that grows as chunks are sealed. No statistic of a
+group of keys finds a fact among real text; every key at four bits does. The real keys of the best few chunks, which the
+host holds anyway, then decide the order.
 """
 
 from __future__ import annotations
@@ -22,27 +22,29 @@ from .base import Keys, Masses, Rows, ScoreRequest, register
 from .heads import Heads, attention_shares, boost_successors, deciding, every_head, newest, softmax_max, units_of
 
 LOOKS_KNOWN = 4
-"""Looks whose shares are at hand: more than can be under way at once."""
+"""Scores whose shares are kept: more than can be pending at once."""
 
 MAX_WORK = 4e9
-"""Multiplications of one request: a question has as many rows as fit, but MIN_ROWS. About 150 ms on two cores."""
+"""Multiplications of one request. A question has as many rows as fit, but at least MIN_ROWS. About 150 ms on two
+cores.
+"""
 
 MIN_ROWS = 8
-"""Query rows at least. The marks of a chat template after a question can fill as many."""
+"""Fewest query rows. The marks of a chat template after a question can fill as many."""
 
 MAX_MASSES = 2**20
-"""Values of one scoring, heads x rows x chunks, that are fetched from a streamed step. MIN_ROWS may exceed it."""
+"""Values of one request, heads x rows x chunks, that are fetched from a streamed step. MIN_ROWS may exceed it."""
 
 MAX_FETCHED = 2**24
-"""Values of one scoring that are fetched at most, MIN_ROWS included: 64 MiB. The index is faster than fetching more."""
+"""Most values of one request, MIN_ROWS included: 64 MiB. The index is faster than fetching more."""
 
 EXACT_WORK = 64 * 2**20
 """Multiplications up to which every chunk is scored by its real keys, in about 3 ms on two cores."""
 
 
 class Reason(NamedTuple):
-    """What decided about a chunk: a head of a layer, the position of the token whose query it was, and the share of
-    that head's attention that the chunk would get. follows: it is recalled because of the chunk before it.
+    """What decided about a chunk: a head of a layer, the position of the token whose query it was, and the chunk's
+    share of that head's attention. follows: it is recalled because of the chunk before it.
     """
 
     chunk: int
@@ -54,14 +56,14 @@ class Reason(NamedTuple):
 
 
 class QKScorer:
-    """heads: the retrieval heads, which `use` leaves alone then; None for all until `use` names them.
+    """heads: the retrieval heads, which `use` then cannot change; None for all heads until `use` names some.
 
-    query_rows: enough for a question and the marks of a chat template after it. age: by how much a query counts less
-    for each token after it, in the units of the scores: the end of a question says best what is looked for. fade: by
-    how much what an earlier look has found does, while an answer is written. share, least: of the chunks, how many are
-    scored again by their real keys. successors: recall the chunk after one whose end is attended to as well.
-    `explains`, off unless set, keeps what decided about each chunk, for `reasons_of`. `measures`, on unless unset, goes
-    by exact masses where a streamed step has them.
+    query_rows: enough for a question and the marks of a chat template after it. age: how much a query loses for each
+    token after it, in the units of the scores: the end of a question says best what is wanted. fade: how much an
+    earlier score loses for each token of an answer. share, least: how many chunks are scored again by their real keys,
+    as a share and at least. successors: also recall the chunk after one whose end gets the attention. `explains`, off
+    by default, keeps the reason of each score for `reasons_of`. `measures`, on by default, uses exact attention scores
+    where a streamed step has them.
     """
 
     name = "qk"
@@ -112,7 +114,7 @@ class QKScorer:
             self._rows = [None if row is None else np.concatenate([row[parts[unit]] for unit in units]) for row in rows]
 
     def _parts(self, units: Heads) -> dict[tuple[int, ...], slice]:
-        """Where each unit lies in a row."""
+        """Return where each unit lies in a row."""
         ends = np.cumsum([self._keys.index_size(units[i : i + 1]) for i in range(len(units))]).tolist()
         starts = [0, *ends]
         return {tuple(unit): slice(lo, hi) for unit, lo, hi in zip(units.tolist(), starts, ends, strict=False)}
@@ -140,7 +142,7 @@ class QKScorer:
         self._rows[: len(rows)] = rows
 
     def _whole(self, chunks: Iterable[int]) -> list[Row]:
-        """The rows of some chunks. One that was not made when its chunk was sealed is made now."""
+        """Return the rows of some chunks. A row that is missing is made now."""
         rows = []
         for chunk in chunks:
             row = self._rows[chunk]
@@ -155,7 +157,7 @@ class QKScorer:
         return self._units
 
     def rescored(self, n_chunks: int) -> int:
-        """How many chunks of a text are scored again by their real keys."""
+        """Return how many chunks of a text are scored again by their real keys."""
         return max(self._least, int(self._share * n_chunks))
 
     def score(self, request: ScoreRequest) -> Floats | None:
@@ -186,7 +188,7 @@ class QKScorer:
         return scores
 
     def _rows_for(self, n_chunks: int) -> int:
-        """Return how many query rows a scoring by the index has time for."""
+        """Return how many query rows a score by the index has time for."""
         return max(MIN_ROWS, int(MAX_WORK / (n_chunks * self._work)))
 
     def masses_wanted(self, n_chunks: int, rows: int) -> tuple[Heads, int]:
@@ -200,7 +202,7 @@ class QKScorer:
         return min(values * self.query_rows, max(values * MIN_ROWS, MAX_MASSES), MAX_FETCHED)
 
     def _complete(self, known: Masses, request: ScoreRequest) -> Floats:
-        """Return the attention scores of all chunks. Chunks that were not in view are scored by the index."""
+        """Return the attention scores of all chunks. The index scores chunks that were not in view."""
         n = request.n_chunks
         if len(known.chunks) == n:
             return known.values
@@ -224,11 +226,11 @@ class QKScorer:
         ]
 
     def reasons_of(self, scores: Floats) -> list[Reason]:
-        """Why the chunks at the top of these scores are there, while `explains` is set; nothing if long past."""
+        """Return why the best chunks of these scores are there, while `explains` is set; nothing for old scores."""
         return next((reasons for known, reasons in list(self._reasons) if known is scores), [])
 
     def shares_of(self, scores: Floats) -> Floats | None:
-        """Estimated share of the attention on each chunk at the look that gave these scores; None if long past."""
+        """Return the estimated share of attention on each chunk for these scores; None for old scores."""
         return next((shares for known, shares in list(self._shares) if known is scores), None)
 
     @property

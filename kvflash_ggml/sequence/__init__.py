@@ -1,1 +1,1 @@
-"""One text on a pool: its steps, its cuts, and what it looks for."""
+"""One text on a pool: its steps, cuts, scores, paging and checkpoints."""

@@ -1,4 +1,4 @@
-"""Copies of what is not pooled (recurrent state, sliding windows): a text can be cut where they cannot go back."""
+"""Copies of recurrent state and sliding windows, to which a text can be cut where its memory cannot roll back."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ class Checkpoints:
         self._copies = StateCopies(engine, seq)
         self._states: dict[int, Blob] = {}
         self.restored: tuple[int, Blob] | None = None
-        """The position and state that were put back, while no step has followed: it need not be read again."""
+        """The position and state that were put back, while no step has followed: the state need not be read again."""
 
     def before_step(self, pos: int, *, wanted: bool) -> None:
-        """The text has `pos` tokens and a step of a prompt follows. wanted: going back to here is likely."""
+        """Keep a state of the text of `pos` tokens, before a step of a prompt, if it is due. wanted: rolling back to
+        here is likely.
+        """
         restored, self.restored = self.restored, None
         newest = max(self._states, default=0)
         if self._most == 0 or pos == newest:
@@ -48,14 +50,14 @@ class Checkpoints:
                 self._states[pos] = self._copies.copy()
 
     def state(self) -> dict[int, Blob]:
-        """All states by position, to be loaded later."""
+        """Return all states by position, to be loaded later."""
         return dict(self._states)
 
     def at(self, length: int) -> Blob:
-        """What is not pooled as it is now, at the end of a text of `length` tokens: a copy in memory.
+        """Return a copy of the present state in memory, at the end of a text of `length` tokens.
 
-        The one that was kept or put back there, if nothing was evaluated since: a state of a large model takes tens of
-        milliseconds to read. A sliding window is read in any case: rows that were rejected may lie elsewhere in it.
+        It returns the state that was kept or put back there, if nothing was evaluated since: a state of a large model
+        takes tens of milliseconds to read. A sliding window is always read: rejected rows may lie elsewhere in it.
         """
         if self._engine.info.n_swa == 0:
             restored = self.restored
@@ -65,32 +67,32 @@ class Checkpoints:
         return self._copies.copy()
 
     def put(self, state: Blob, end: int) -> None:
-        """Put in place what was not pooled of a text that ended before position `end`. Without it on SnapshotError."""
+        """Put back the state of a text that ended before position `end`. On SnapshotError there is no state."""
         self._copies.put(state, end)
 
     def load(self, states: Mapping[int, Blob], length: int, state: Blob) -> None:
-        """Take over the states of a text that has been put back, or the newest of them. state: at its end, `length`."""
+        """Take over the states of a restored text, or the newest of them. state: at its end, `length`."""
         self.restored = (length, state) if self._most else None
         newest = sorted(states)[-self._most :] if self._most else []
         self._states = {pos: states[pos] for pos in newest}
 
     def _cheapest(self) -> int:
-        """The state from which least is read again, by who needs it, when it goes. The newest stays."""
+        """Return the position whose loss costs the fewest tokens to read again. The newest state stays."""
         known = [0, *sorted(self._states)]
         again = {b: b - a for a, b in pairwise(known[:-1])}
         return min(again, key=again.__getitem__, default=known[-1])
 
     def truncate(self, length: int) -> None:
-        """The text has been cut: states of what came later are void."""
+        """Drop the states beyond `length`, where the text was cut."""
         self._states = {pos: data for pos, data in self._states.items() if 0 < pos <= length}
         self.restored = None
 
     def nearest(self, pos: int) -> int:
-        """The newest state at or before `pos`, or the beginning."""
+        """Return the position of the newest state at or before `pos`, or 0."""
         return max((at for at in self._states if at <= pos), default=0)
 
     def rewind_to(self, pos: int) -> int:
-        """Go back to the newest state at or before `pos`, or to the beginning. Returns where that is."""
+        """Roll back to the newest state at or before `pos`, or to the beginning. Returns its position."""
         self.truncate(pos)
         at = max(self._states, default=0)
         if at == 0:
@@ -109,9 +111,9 @@ class Checkpoints:
 
     @property
     def workers(self) -> Sequence[Worker]:
-        """Whose threads copy."""
+        """The workers whose threads copy."""
         return self._copies.workers
 
     def close(self) -> None:
-        """Wait for copies, and free what making them takes."""
+        """Wait for copies, and free their memory."""
         self._copies.close()

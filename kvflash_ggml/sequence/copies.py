@@ -1,4 +1,4 @@
-"""Copies of what is not pooled, through page-locked memory: the device is done with them in the time of the bus."""
+"""Copies of recurrent state and sliding windows through page-locked memory, at the speed of the bus."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from ..native.engine import Engine
 
 LEAST = 4 << 20
-"""Bytes. Smaller ones are copied sooner than handed to a thread."""
+"""Bytes. A smaller copy is faster than handing it to a thread."""
 
 THREADS = 4
-"""One alone brings 5 GB/s to memory that has been touched, and half of that to other memory."""
+"""One thread copies 5 GB/s to memory that was touched before, and half of that to other memory."""
 
 
 class StateCopies:
-    """Makes them, and puts them back. The first large one makes the page-locked memory, the size of a state; `close`
-    frees it. A copy goes on to the place where it stays behind the compute.
+    """Copies states and puts them back. The first large copy allocates page-locked memory for one state; `close` frees
+    it. From there threads copy the state to its place, behind the compute.
 
-    workers: do the copying; a garbage collector may be there when it closes what copies.
+    workers: do the copying. A garbage collector may run on their threads when it closes this.
     """
 
     def __init__(self, engine: Engine, seq: int) -> None:
@@ -38,7 +38,7 @@ class StateCopies:
         self._newest: Callable[[], Blob | None] = lambda: None  # whose bytes are in the page-locked memory
 
     def copy(self) -> Blob:
-        """What is not pooled, as it is now. SnapshotError if that fails."""
+        """Return the present state. SnapshotError if that fails."""
         engine = self._engine
         size = engine.state_size(seq=self._seq) if engine.info.asynchronous else 0
         if not self._is_free(size):
@@ -50,7 +50,7 @@ class StateCopies:
         return copied
 
     def put(self, blob: Blob, end: int) -> None:
-        """Put one back, of a text before position `end`. SnapshotError, and none is there, if it does not fit."""
+        """Put back a state of a text before position `end`. SnapshotError, and no state, if it does not fit."""
         engine, blob = self._engine, in_memory(blob)
         if blob is not self._newest() and engine.info.asynchronous and self._is_free(blob.size):
             wait(self._spread(blob.read(), engine.view(self._address, blob.size)))
@@ -59,7 +59,7 @@ class StateCopies:
         engine.set_state(data, end, seq=self._seq)
 
     def _is_free(self, size: int) -> bool:
-        """Is there page-locked memory for so many bytes? Then nobody uses it any more."""
+        """Make page-locked memory for `size` bytes free, and return whether there is any."""
         if size < LEAST:
             return False
         wait([worker.submit(_nothing) for worker in self.workers])  # also for what an interrupt has left to them
@@ -86,11 +86,11 @@ class StateCopies:
             self._engine.free(address)
 
     def close(self) -> None:
-        """Wait for the copies, and free what making them takes."""
+        """Wait for the copies, and free their memory."""
         for worker in self.workers:
             worker.close()
         self._free()
 
 
 def _nothing() -> None:
-    """Done once all is done that a worker was given before."""
+    """Run after all earlier work of a worker."""

@@ -1,4 +1,4 @@
-"""What is not pooled, as it was before rows ahead of a text: on the device, or on the host where that has no room."""
+"""Recurrent state as it was before draft rows: kept on the device, or on the host where the device has no room."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ logger = logging.getLogger("kvflash_ggml")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedState:
-    """copy: the state on the host; None if the device keeps it, and until it keeps another one."""
+    """copy: the state on the host; None if the device keeps it, until the device keeps another one."""
 
     copy: Buffer | None
 
 
 class DeviceStates:
-    """Keeps states of an engine, and puts them back. A device keeps one of each sequence, in place of the last."""
+    """Saves states of an engine, and puts them back. A device keeps one state of each sequence."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -32,7 +32,7 @@ class DeviceStates:
         self._newest: dict[int, SavedState] = {}
 
     def keep(self, seq: int) -> SavedState:
-        """The state of a sequence as it is now. On a device nothing waits for it."""
+        """Save the present state of a sequence. On a device nothing waits for it."""
         if not self._on_host:
             try:
                 self._newest.pop(seq, None)
@@ -45,7 +45,9 @@ class DeviceStates:
         return SavedState(self._engine.get_state(seq=seq))
 
     def put(self, kept: SavedState, length: int, seq: int) -> None:
-        """Put back the state of a sequence of `length` tokens, as often as needed. Without it on SnapshotError."""
+        """Put back the state of a sequence of `length` tokens, as often as needed. On SnapshotError there is no
+        state.
+        """
         end = self._engine.end(length, seq=seq)
         if kept.copy is not None:
             self._engine.set_state(kept.copy, end, seq=seq)

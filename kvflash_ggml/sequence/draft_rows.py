@@ -1,4 +1,4 @@
-"""Rows ahead of a text: where they lie, and how those that count come to their places."""
+"""Draft rows: where they lie, and how accepted rows come to their places."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ logger = logging.getLogger("kvflash_ggml")
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """Rows that were written ahead of the text, from position `start` on, where there is `room` for so many.
+    """Rows written behind the text from position `start` on, where there is `room` for so many.
 
-    path: the rows that are of the text once they are settled, in its order. state: what is not pooled, as it was before
-    them; None if it can go back by itself. streamed: did they see more than the pool? branches: how the rows of a tree
-    lie; None for a chain. moved: how its path went to its place, empty before.
+    path: the accepted rows, in the order of the text. state: recurrent state before the rows; None if the memory can
+    roll back by itself. streamed: whether they saw more than the pool. branches: the rows of a tree; None for a chain.
+    moved: how the path moved to its place, empty before.
     """
 
     start: int
@@ -46,11 +46,11 @@ class DraftRows:
 
     @property
     def end(self) -> int:
-        """The position behind the last one that was written."""
+        """The position behind the last row."""
         return self.start + (len(self.tokens) if self.branches is None else int(self.branches.depth.max()) + 1)
 
     def with_row(self, row: int) -> DraftRows:
-        """One row more is of the text: the next one of a chain, a child of the last one of a tree."""
+        """Return the rows with one more accepted: the next of a chain, a child of the last accepted of a tree."""
         before = row - 1 if self.branches is None else int(self.branches.parent[row])
         assert before == (self.path[-1] if self.path else -1)
         assert row < len(self.tokens)
@@ -60,7 +60,7 @@ class DraftRows:
 def gather(
     engine: Engine, layout: Layout, queries: QueryRing, ahead: DraftRows, tree: Branches, order: npt.NDArray[np.intp]
 ) -> None:
-    """The rows of a tree's path go to their places, and the others are forgotten. Can be done again.
+    """Move the rows of a tree's path to their places, and forget the other rows. It can be repeated.
 
     order: of the captured queries before.
     """
@@ -76,7 +76,9 @@ def gather(
 
 
 def goes_back(engine: Engine, seq: int, states: DeviceStates, ahead: DraftRows, length: int) -> bool:
-    """Can the memory forget the rows from `length` on? Then it has. Not where a window does not reach back so far."""
+    """Make the memory forget the rows from `length` on. Returns False where it cannot, as a window that is too
+    short.
+    """
     try:
         if ahead.state is not None:
             states.put(ahead.state, length, seq)

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 IDLE_THREADS = 16
-"""Of a look at most, where the host has nothing else to do."""
+"""Most threads of a score where the host has nothing else to do."""
 
 
 def key_shapes(engine: Engine) -> list[KeyShape]:
-    """The pooled layers as a policy sees them."""
+    """Return the pooled layers as a policy sees them."""
     return [KeyShape(n_head=x.n_head, n_head_kv=x.n_head_kv, head=x.head_k, scale=x.scale) for x in engine.layers]
 
 
 def most_threads(*, idle: bool) -> int:
-    """How many threads a look has. idle: the host computes nothing meanwhile, and is busy with one of its cores."""
+    """Return the threads of a score. idle: the host computes nothing meanwhile, and is busy with one core."""
     cores = system.cores()
     return max(min(4, cores), min(IDLE_THREADS, cores - 1) if idle else 1)
 
@@ -70,7 +70,9 @@ class HostKeys:
         return self._engine.score_index(units, heads, self._addresses_of(rows), request.rows, queries, self._threads)
 
     def _addresses_of(self, rows: Rows) -> npt.NDArray[np.uint64]:
-        """Of rows at the end as a rule: to ask each of them takes milliseconds, for which the next token would wait."""
+        """Return the addresses of rows. Most are known: asking all of them takes milliseconds, and the next token would
+        wait.
+        """
         known, addresses = self._known
         if len(rows) < len(known) or not all(map(is_, rows, known)):
             known = []
@@ -80,7 +82,7 @@ class HostKeys:
         return addresses
 
     def truncate(self, n_chunks: int) -> None:
-        """Rows from `n_chunks` on are of no use any more: none of them is held for the next look."""
+        """Release the rows from `n_chunks` on, which the last score used."""
         rows, addresses = self._known
         self._known = rows[:n_chunks], addresses[:n_chunks]
 

@@ -1,4 +1,4 @@
-"""The attention that the end of a prompt pays to its text: the streamed step that reads it computes that on its way."""
+"""Attention scores of a prompt's end, which the streamed step that reads it computes on its way."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class MassReader:
-    """Between a scorer, which may be anybody's, and the engine.
+    """Fetches attention scores from the engine for a scorer, which may be anybody's.
 
-    count: how often masses have been read.
+    count: how often scores were fetched.
     """
 
     def __init__(self, engine: Engine, scorer: Scorer, ring: QueryRing) -> None:
@@ -33,15 +33,15 @@ class MassReader:
 
     @property
     def told(self) -> tuple[str, str]:
-        """By what the end of the newest prompt was scored, and why not exactly: see `reading.ReadStats`."""
+        """How the end of the newest prompt was scored, and why not exactly: see `reading.ReadStats`."""
         if not isinstance(self._scorer, Exact):
             return "", ""
         return ("index", self._why) if self._why else ("exact", "")
 
     def ask(self, end: int, n_chunks: int, rows: int) -> Asked:
-        """What the step is asked for that ends with the newest of `rows` queries, of a text of `end` tokens.
+        """Return the request to a step that ends with the newest of `rows` queries, in a text of `end` tokens.
 
-        ConfigError for a policy that asks for what there is not.
+        ConfigError for a policy that requests heads or rows that do not exist.
         """
         if not isinstance(self._scorer, Exact):
             return NOBODY
@@ -52,7 +52,9 @@ class MassReader:
         return Asked(check_wanted(self._scorer, heads, count, rows), self._ring.rows_of(end, count))
 
     def read(self, asked: Asked, chunks: Sequence[int]) -> tuple[int, Masses | None]:
-        """Of these chunks, which the newest step has seen: the transfer that fills the masses, and they; or none."""
+        """Return the transfer that fills the scores of these chunks, which the newest step has seen, and the scores; or
+        none.
+        """
         if asked is NOBODY:
             return 0, None
         if not chunks:
@@ -70,7 +72,7 @@ class MassReader:
         return ticket, Masses(heads=asked.heads, rows=len(asked.rows), chunks=np.array(chunks, np.int64), values=values)
 
     def still_wanted(self, masses: Masses | None, n_chunks: int, rows: int) -> Masses | None:
-        """The masses if the policy would ask for those of the same heads now; else none, and that is told."""
+        """Return the scores if the policy would still request the same heads; else None, and `told` says so."""
         if masses is None or not isinstance(self._scorer, Exact):
             return masses
         heads, _ = self._scorer.masses_wanted(n_chunks, rows)

@@ -1,4 +1,4 @@
-"""Rows of no text, so that the steps of few texts have as many rows as those of all."""
+"""Rows of no text, which give the steps of few texts as many rows as the steps of all."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
 
 class Padding:
-    """Fills a step up to a row for each sequence of the context: a row alone has the bits that it has among others.
+    """Fills a step up to a row for each sequence of the context: then a row alone has the bits that it has among
+    others.
 
-    Each padding row is of a sequence that has no token in the step, at its next position, in a slot that no text can
-    have. It sees itself only, nobody sees it, and its slot is empty again behind the step. ends: tokens that a sequence
-    has in memory.
+    Each padding row belongs to a sequence without a token in the step. It is at that sequence's next position, in a
+    slot that no text can have. It sees only itself, no other row sees it, and its slot is empty again after the step.
+    ends: returns how many tokens a sequence has in memory.
 
     ConfigError for recurrent state and sliding windows, where a row cannot be taken back without a trace.
     """
@@ -40,11 +41,11 @@ class Padding:
 
     @staticmethod
     def blocks(n_seq: int) -> int:
-        """Blocks at the end of the pool that no text can have."""
+        """Return how many blocks at the end of the pool no text can have."""
         return -(-n_seq // CHUNK)
 
     def fill(self, first: int, taken: Container[int]) -> int:
-        """Write rows from `first` on, and return how many the step has then. taken: the sequences with tokens in it."""
+        """Write rows from `first` on, and return the rows of the step. taken: the sequences with tokens in it."""
         engine, rows = self._engine, self._rows
         idle = (seq for seq in range(self.width) if seq not in taken)
         for row, seq in zip(range(first, self.width), idle, strict=False):
@@ -59,6 +60,6 @@ class Padding:
         return max(first, self.width)
 
     def clear(self, first: int) -> None:
-        """The step is over: the slots of its rows from `first` on are empty."""
+        """Empty the slots of the rows from `first` on, after the step."""
         if first < self.width:
             self._engine.clear_cells(self._slot + first, self.width - first)

@@ -23,11 +23,11 @@ logger = logging.getLogger("kvflash_ggml")
 
 
 class Paging:
-    """Between a page table and the engine.
+    """Makes the moves of a page table on an engine.
 
-    ids: the tokens of the text, [n_ctx]. sealed: called with chunks whose images are in `store`, before they count as
-    on the host; again if that was interrupted. saved: how many sealed chunks there were when all of
-    them were last on the host.
+    ids: the tokens of the text, [n_ctx]. sealed: called with chunks whose images are in `store`, before the host counts
+    as having them; called again if that was interrupted. saved: the number of sealed chunks when all of them were last
+    on the host.
     """
 
     def __init__(
@@ -55,19 +55,21 @@ class Paging:
 
     @property
     def keeps_images(self) -> bool:
-        """Do images of resident chunks stay, once made? A bounded pool evicts by them; others save anew without."""
+        """Whether images of resident chunks stay, once made. A bounded pool evicts by them; another pool saves them
+        anew.
+        """
         return self._table.bounded or bool(self._image_users)
 
     def keep_images_for(self, user: object) -> None:
-        """Somebody needs the images of resident chunks."""
+        """Keep the images of resident chunks for a user."""
         self._image_users.add(id(user))
 
     def no_images_for(self, user: object) -> None:
-        """As before; can be said twice."""
+        """End `keep_images_for`. It may be called twice."""
         self._image_users.discard(id(user))
 
     def apply(self, moves: Moves, length: int) -> int:
-        """Do what a plan asks for, for a text of `length` tokens. Interrupted, it can be done again or undone.
+        """Make the moves of a plan, for a text of `length` tokens. After an interrupt it can be repeated or undone.
 
         Returns the transfer that frees the blocks: nothing may be written to them before it is done.
         """
@@ -83,9 +85,9 @@ class Paging:
         return wait
 
     def undo(self, moves: Moves) -> None:
-        """Bring the blocks that a step's moves have touched, or may have, back to what the page table says.
+        """Bring the blocks that a step's moves touched, or may have touched, back to what the page table says.
 
-        A chunk whose bytes cannot be had any more stays on the host only.
+        A chunk whose bytes are lost on the device stays on the host only.
         """
         self._engine.synchronize()  # the ticket of a transfer may be lost
         touched = moves.blocks
@@ -101,14 +103,14 @@ class Paging:
                     self._table.strand(c)
 
     def _hide(self, block: int) -> None:
-        """Nobody sees the block."""
+        """Hide the block from all queries."""
         self._engine.clear_cells(block * CHUNK, CHUNK)
         self._mask.clear(block)
 
     # --- out
 
     def save(self) -> None:
-        """Copy chunks that have been sealed to the host, behind the compute."""
+        """Copy sealed chunks to the host, behind the compute."""
         unsaved = self._table.unsaved
         for chunks in self.heap.fitting(unsaved):
             self._save(chunks)
@@ -125,10 +127,10 @@ class Paging:
         self.store.filled(chunks, ticket)
 
     def retain(self, length: int) -> list[PageImage]:
-        """One image per chunk of the first `length` tokens, each retained for the caller.
+        """Return one image per chunk of the first `length` tokens, each retained for the caller.
 
-        Images that the host has are shared. The rest are copied, which waits for the compute. HostMemoryError, and
-        nothing retained, if there is no memory for them.
+        Images on the host are shared. The rest are copied, which waits for the compute. HostMemoryError, and nothing
+        retained, if there is no memory for them.
         """
         pages: list[PageImage] = []
         try:
@@ -141,7 +143,7 @@ class Paging:
         return pages
 
     def retain_kept(self, length: int) -> list[PageImage]:
-        """The same of a text whose chunks are all on the host. No device is asked."""
+        """Return the same for a text whose chunks are all on the host. It asks no device."""
         whole, rows = divmod(length, CHUNK)
         pages = [self.heap.retain(self.store.page(chunk)) for chunk in range(whole)]
         if rows:
@@ -153,7 +155,7 @@ class Paging:
         return pages
 
     def _retain(self, chunk: int, rows: int) -> PageImage:
-        """The image of the first rows of a chunk."""
+        """Return the image of the first rows of a chunk, retained."""
         if rows == CHUNK and chunk in self.store:
             return self.heap.retain(self.store.page(chunk))
         (page,) = self.heap.new(1)
@@ -178,7 +180,9 @@ class Paging:
     # --- in
 
     def load(self, pages: Sequence[PageImage], length: int) -> None:
-        """Fill the blocks of a table that has been loaded from images; keep those that evict, or are the only copy."""
+        """Fill the blocks of a loaded table from images. Keep the images that evictions need, or that are the only
+        copy.
+        """
         for c, page in enumerate(pages):
             self.store.put(c, page)
         self._fill([(c, chunk.block) for c, chunk in enumerate(self._table.chunks) if chunk.block >= 0], length)
@@ -187,7 +191,7 @@ class Paging:
                 self.store.drop(c)
 
     def empty(self) -> None:
-        """No slot holds a token of the text. What is not pooled stays."""
+        """Clear all slots of the text. Recurrent state and windows stay."""
         self._engine.synchronize()
         for block in self._table.blocks.order:
             self._engine.clear_cells(block * CHUNK, CHUNK)
@@ -215,9 +219,10 @@ class Paging:
     def streamed(
         self, view: View, layout: Layout, mask: StageMask, start: int, count: int, asked: Asked, *, mutual: bool = False
     ) -> Iterator[Streamed]:
-        """What the engine has to know of a step of `count` tokens at `start` that sees this. Images stay meanwhile.
+        """Lease the images that a step of `count` tokens at `start` sees, and yield the engine's description of the
+        step.
 
-        mutual: these tokens see each other.
+        mutual: the tokens see each other.
         """
         block = layout.chunks[start // CHUNK].block if view.rows else 0
         rows, first = mask.fill(start, count, view, mutual=mutual)
@@ -227,9 +232,9 @@ class Paging:
 
     @contextmanager
     def _known_transfers(self) -> Iterator[None]:
-        """Within a lease, whose memory may be used for something else when it ends: until then a ticket says when.
+        """Guard transfers of a lease, whose memory may be reused when it ends: a ticket says when they are done.
 
-        If that is lost, nothing is under way any more.
+        If an exception loses the ticket, this waits for all transfers.
         """
         try:
             yield

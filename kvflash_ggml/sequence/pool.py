@@ -1,4 +1,4 @@
-"""What texts share: one engine, the page images off the device, and room for mask rows."""
+"""The parts that the texts of a pool share: one engine, the page images, and room for mask rows."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ class Text(Protocol):
 
 
 class Pool:
-    """The pool of a context. It computes the steps of the texts on it, one or several in one step of the engine.
+    """The pool of a context. It computes the steps of its texts, one or several in one step of the engine.
 
-    Each sequence of the context has an equal part of the blocks, and no other until they are dealt anew. So what is
-    resident of a text, and where, is a function of its own tokens and its sequence. share: tokens that a text which is
-    answered can have in the pool at the least. texts: by sequence. decoding: texts of the newest step of answers.
+    Each sequence of the context has an equal share of the blocks, until `deal` changes the shares. So the residency of
+    a text is a function of its own tokens and its sequence. share: tokens that a text with a request can have in the
+    pool at least. texts: by sequence. decoding: texts of the newest step of answers.
 
-    engine: on a context with a pool, closed with it. n_ubatch: rows of one step at most. host_limit, spill: of the page
-    images, see KVFlashConfig. block_order: in which blocks are handed out, for tests. stage_slots: tokens that a
-    streamed step can see, its own with them; 0 if none can be made. stage_bytes: what that takes on the devices.
-    device_states: where what is not pooled is kept in front of draft rows. media: embeddings of the texts' images.
-    beside: another pool of the same model and devices, whose images this one's texts can have; `take_images` makes
-    them its own. owns_images: closes them with itself. fixed_rows: a step has a row for each sequence at least, see
-    `Padding`, for which a block is set aside.
+    engine: on a context with a pool, closed with it. n_ubatch: most rows of one step. host_limit, spill: of the page
+    images, see KVFlashConfig. block_order: the order in which blocks are handed out, for tests. stage_slots: tokens
+    that a streamed step can see, its own included; 0 if none can be made. stage_bytes: device memory of the layer
+    buffers. device_states: recurrent state before draft rows. media: embeddings of the texts' images. beside: another
+    pool of the same model and devices, whose images this pool's texts can use; `take_images` transfers their ownership.
+    owns_images: this pool closes them. fixed_rows: a step has at least a row for each sequence, see `Padding`, for
+    which a block is set aside.
     """
 
     def __init__(
@@ -94,16 +94,16 @@ class Pool:
         self.stage_mask = (AlibiStageMask if info.alibi else StageMask)(n_ubatch)
 
     def make_stages(self, slots: int) -> None:
-        """Let steps see up to `slots` tokens, their own with them, whatever is resident. See `Engine.make_stages`."""
+        """Let steps see up to `slots` tokens, their own included, whatever is resident. See `Engine.make_stages`."""
         self.stage_bytes = self.engine.make_stages(slots, self.n_ubatch)
         self.stage_slots = slots
 
     def make_mask(self) -> SlotMask:
-        """What one more text sees."""
+        """Return the mask of one more text."""
         return (AlibiMask if self.engine.info.alibi else SlotMask)(self.rows)
 
     def join(self, text: Text, seq: int) -> None:
-        """The text is that of a sequence until it leaves. ConfigError if there is no such sequence, or it has one."""
+        """Add the text of a sequence. ConfigError if there is no such sequence, or it has a text."""
         if not 0 <= seq < len(self.shares):
             raise ConfigError(f"sequence {seq} of a context made for {len(self.shares)}: count from 0 on")
         if seq in self.texts:
@@ -111,7 +111,7 @@ class Pool:
         self.texts[seq] = text
 
     def leave(self, seq: int) -> None:
-        """The text of a sequence is closed. The pool is closed with the last one."""
+        """Remove the closed text of a sequence. The last one closes the pool."""
         self.texts.pop(seq, None)
         if not self.texts:
             self.close()
@@ -121,9 +121,9 @@ class Pool:
     def deal(self, wanted: Mapping[int, int]) -> None:
         """Deal the blocks anew, between two steps. wanted: by sequence, the tokens that texts with a request can reach.
 
-        Such texts share what idle ones can let go of, see `shares.sizes`. A text that has more blocks then
-        fills them at its next reselection. No step may be prepared. An error of a text that lets chunks go leaves all
-        shares as they are.
+        These texts share the blocks that idle texts can give up, see `shares.sizes`. A text that gets more blocks fills
+        them at its next reselection. No step may be prepared. If a text fails to evict chunks, all shares stay as they
+        are.
         """
         total = sum(map(len, self._homes))
         before = [share.order for share in self.shares]
@@ -151,9 +151,9 @@ class Pool:
     def run(self, steps: Sequence[Step]) -> None:
         """Compute prepared steps of different texts together, whose moves are made, and note the result in each.
 
-        Their rows lie side by side, in this order. Logits of other texts are at hand no longer. Their draft rows are
-        settled where they could not be taken back behind the step. Nothing else steps the engine. Raises what
-        `Engine.step` raises: nothing of any step was computed then.
+        Their rows lie side by side, in this order. Logits of other texts are no longer available. Draft rows of other
+        texts are settled if they could not roll back after the step. Nothing else steps the engine. Raises the errors
+        of `Engine.step`; then nothing of any step was computed.
         """
         others: list[Text] = []
         if len(steps) < len(self.texts):
@@ -209,18 +209,18 @@ class Pool:
             self.padding.clear(end)
 
     def is_span(self, tokens: Int32s) -> bool:
-        """Do the rows of a step, which is of tokens or of media, see each other in the pool?"""
+        """Return whether the rows of a step, of tokens or of media, see each other in the pool."""
         return are_mutual(tokens) and not self.engine.info.windows_mutual
 
     def _media(self, step: Step) -> Part:
-        """What a step of media computes."""
+        """Return the embeddings of a step of media."""
         ids, start = self.texts[step.seq].ids, step.start
         if self.engine.info.n_pos > 1 and step.seq not in self.engine.places:
             self._note(step.seq, ids[:start], len(ids))
         return self.media.rows(ids[max(0, start - 1) : start], step.tokens)
 
     def place(self, seq: int, ids: Int32s, most: int) -> None:
-        """The rows of a text are these now, of `most` that it can have: note their positions."""
+        """Note the positions of a text's rows `ids`, of `most` that it can have."""
         self.engine.places.pop(seq, None)
         if self.engine.info.n_pos > 1 and (ids < 0).any():
             self._note(seq, ids, most)
@@ -232,7 +232,7 @@ class Pool:
         self.engine.places[seq] = places
 
     def _place(self, step: Step) -> None:
-        """Put the rows of a step at their positions. What comes behind them is that of no row yet."""
+        """Put the rows of a step at their positions. Positions behind them belong to no row yet."""
         places, start, n = self.engine.places.get(step.seq), step.start, len(step.tokens)
         if places is None:
             return
@@ -242,7 +242,7 @@ class Pool:
         self.engine.pos[step.first : step.first + n] = here
 
     def _end(self, seq: int) -> int:
-        """The position behind all that a sequence has in memory."""
+        """Return the position behind everything that a sequence has in memory."""
         text = self.texts.get(seq)
         if text is None:
             return 0
@@ -250,9 +250,9 @@ class Pool:
         return self.engine.end(rows, seq=seq)
 
     def take_images(self, other: Pool) -> None:
-        """The images that both have are this pool's from now on; it closes them, and the other no longer does.
+        """Take over the images that both pools share: this pool closes them, and the other no longer does.
 
-        After an interrupt `owns_images` says so though they may have stayed: the other has to take them back.
+        After an interrupt `owns_images` may say so although they have stayed: the other pool has to take them back.
         """
         self.owns_images, other.owns_images = True, False
         self.heap.move(self.engine, partial(self.engine.adopt_host, other.engine))

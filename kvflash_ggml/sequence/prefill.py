@@ -1,4 +1,4 @@
-"""How a prompt is read: as it was read before, exactly, or by the pool and its end a second time."""
+"""Three ways to read a prompt: as it was read before, exactly, or by the pool with its end a second time."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ from .sequence import Sequence
 from .step import EVERY, LAST, AfterStep, Output
 
 QUESTION_TOKENS = 64
-"""Tokens at the end of a prompt that are taken for its question, and read again with what it asks for."""
+"""Tokens at the end of a prompt that count as its question. The pool evaluates them twice: first to score, then with
+the chunks they ask for.
+"""
 
 LEFT_OVER = 16
-"""Tokens in front of these that are read with them where a prompt has no more: the newest token of the last answer, and
-marks of a template. A step of their own would take as long, and the state after them would have to be kept."""
+"""Tokens before the question that are evaluated with it where a prompt has no more: the newest token of the last
+answer, and marks of a template. A step of their own would take as long, and the state after them would have to be
+kept.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """A text as it is before a step. table: with the scores that the step goes by. rebuild: see `Relevance`."""
+    """A text as it is before a step. table: with the scores of the step. rebuild: see `Relevance`."""
 
     start: int
     table: PageTableState
@@ -61,7 +65,7 @@ class Prefill:
         self.stretches = [self.total] if self.tokens.min() >= 0 else list(self.text.pool.media.stretches(self.tokens))
 
     def read(self, known: Replay | None) -> None:
-        """Evaluate the prompt, of which `known` was found when it was read before."""
+        """Evaluate the prompt. known: its ending, if it was read before."""
         self.text.relevance.forget()
         self.text.stats = ReadStats()
         if known is not None:
@@ -89,7 +93,7 @@ class Prefill:
         self._report()
 
     def _read_exactly(self) -> None:
-        """Evaluate the prompt with the whole text in view, or what the stages hold of it."""
+        """Evaluate the prompt with the whole text in view, or as much of it as the layer buffers hold."""
         text, scoring = self.text, self.text.relevance.scoring
         rescore = self._reselects and text.length + self.total > text.span.tokens
         while self.done < self.total:
@@ -104,7 +108,7 @@ class Prefill:
                 text.stats.ranked, text.stats.ranked_why = scoring.masses.told
 
     def _read_by_pool(self) -> None:
-        """Evaluate the prompt with what is resident in view, then its question again with what that asks for."""
+        """Evaluate the prompt with the resident chunks in view, then its question again with the chunks it asks for."""
         last = self.total - self._question_size()
         while self.done < last:
             end = self._batch_end(last)
@@ -121,16 +125,16 @@ class Prefill:
 
     @property
     def _logits(self) -> Output:
-        """What is kept of a step that ends the prompt."""
+        """The logits that a step at the end of the prompt keeps."""
         return EVERY if self.output_all else LAST
 
     @property
     def _reselects(self) -> bool:
-        """Are chunks scored, and pages moved, after each step?"""
+        """Whether chunks are scored, and pages moved, after each step."""
         return self.text.relevance.scoring is not None and self.text.config.reselect_prefill
 
     def _batch_end(self, last: int) -> int:
-        """Where stock llama.cpp would end the running batch, `last` at most. Media have batches of their own."""
+        """Return where stock llama.cpp would end the running batch, `last` at most. Media have batches of their own."""
         n_batch, begin, end = self.text.n_batch, 0, self.total
         for end in self.stretches:
             if self.done < end:
@@ -139,9 +143,9 @@ class Prefill:
         return min(last, end, begin + ((self.done - begin) // n_batch + 1) * n_batch)
 
     def _next(self, end: int, *, spare: bool = False, question: bool = False) -> int:
-        """Prepare the next step, which ends at token `end` of the prompt at most: how many tokens it has.
+        """Prepare the next step, which ends at token `end` of the prompt at most. Returns its number of tokens.
 
-        spare: pages may move within it. question: it is read again, so no checkpoint within it is of use.
+        spare: pages may move within it. question: it is evaluated again, so no checkpoint within it is of use.
         """
         text, checkpoint = self.text, self.checkpoint
         start = text.length
@@ -170,13 +174,13 @@ class Prefill:
         self._report()
 
     def _count(self, count: int) -> None:
-        """A step of so many tokens is done."""
+        """Count the tokens of a finished step."""
         text = self.text
         text.stats.add_read(count, self._share_seen(count))
         self.done += count
 
     def _share_seen(self, count: int) -> float:
-        """Share of the text before it, 0 to 1, that the newest step saw, which had `count` tokens."""
+        """Return the share of the text before it, 0 to 1, that the newest step of `count` tokens saw."""
         text, start = self.text, self.text.length - count
         if text.whole[start]:
             return 1.0
@@ -184,7 +188,7 @@ class Prefill:
         return seen / start
 
     def _report(self) -> None:
-        """Tell the progress callback. KVFlashError if it changes the text."""
+        """Call the progress callback. KVFlashError if it changes the text."""
         if self.progress is None:
             return
         length = self.text.length
@@ -195,7 +199,9 @@ class Prefill:
     # --- the question
 
     def _question_size(self) -> int:
-        """How many of the prompt's last tokens are evaluated twice: first to see what they ask for, then with it."""
+        """Return how many of the prompt's last tokens are evaluated twice; 0 where nothing could be recalled for
+        them.
+        """
         text, total = self.text, self.total
         info = text.engine.info
         outgrown = text.length + total > text.table.quota * CHUNK or not text.sees_everything
@@ -208,9 +214,10 @@ class Prefill:
         return size - (int(media[-1]) + 1 if len(media) else 0)
 
     def _reread_question(self, tokens: Int32s, before: Before) -> None:
-        """Recall what the end of the prompt asks for, and evaluate it again, so that its logits have seen it.
+        """Recall the chunks that the end of the prompt asks for, and evaluate it again, so that its logits have seen
+        them.
 
-        before: the last step that has read it.
+        before: the text before the last step that read the question.
         """
         text, relevance = self.text, self.text.relevance
         assert relevance.scoring is not None
@@ -246,13 +253,12 @@ def extend(
     checkpoint: int | None = None,
     prompt: bool = False,
 ) -> None:
-    """Evaluate tokens after those that were read: one as part of an answer, several as a prompt.
+    """Evaluate tokens after the text: one as part of an answer, several as a prompt.
 
-    Logits of the last are kept, or of all with `output_all`. after(start, count) runs after each step, while the
-    logits of its `count` tokens are at hand. checkpoint: a position within a prompt at which to keep what is not
-    pooled, to go back to. prompt: a single token is of one too. progress(done, total) runs after each step of
-    a prompt, and may not change the text. On DecodeError and the other errors of this package the steps that were
-    done stay done: `length` tells how far.
+    Logits of the last token are kept, or of all with `output_all`. after(start, count) runs after each step, while the
+    logits of its `count` tokens are available. checkpoint: a position within a prompt at which to keep a checkpoint.
+    prompt: a single token is part of a prompt too. progress(done, total) runs after each step of a prompt, and may not
+    change the text. After DecodeError and other errors of this package the finished steps stay: `length` tells how far.
     """
     sequence.begin(len(tokens))
     if not len(tokens):  # the text goes on as it is
@@ -268,7 +274,7 @@ def extend(
 
 
 def rewind_to(sequence: Sequence, length: int) -> None:
-    """Forget tokens from `length` on, evaluating again whatever the memory could not keep."""
+    """Forget tokens from `length` on, and evaluate again what the memory could not keep."""
     again = sequence.ids[:length].copy()
     left = sequence.truncate(length)
     if left < length:
@@ -276,11 +282,11 @@ def rewind_to(sequence: Sequence, length: int) -> None:
 
 
 def prefix_to_keep(sequence: Sequence, shared: int, prompt: Int32s) -> int:
-    """How much of a known prefix to keep for a prompt.
+    """Return how much of a known prefix to keep for a prompt.
 
-    Less than `shared` where its end has been read before, or where queries of its newest tokens have been
-    overwritten by those of a text that is cut off: they are computed again, so that the question takes part in
-    scoring as a whole.
+    It is less than `shared` where the prompt's end was read before, or where a text that is cut off has overwritten
+    queries of the prefix's newest tokens. These tokens are evaluated again, so that the whole question takes part in
+    scoring.
     """
     total, rows = len(prompt), sequence.queries.rows
     if sequence.scoring is not None and not sequence.reading.exact:
@@ -294,7 +300,7 @@ def prefix_to_keep(sequence: Sequence, shared: int, prompt: Int32s) -> int:
 
 
 def in_one_step(sequence: Sequence, found: Replay | None) -> Replay | None:
-    """The same if its tokens fit a step here, else None: a file may come from a session with longer steps."""
+    """Return the replay if its tokens fit a step here, else None: a file may come from a session with longer steps."""
     if found is None or len(found.tokens) > min(sequence.pool.n_ubatch, sequence.table.room(found.start)):
         return None
     return found

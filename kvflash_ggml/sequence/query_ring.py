@@ -1,6 +1,6 @@
-"""The newest queries of a text, captured in a ring of n rows of the engine: row `p % n` is that of position p.
+"""The newest queries of a text, captured in a ring of n rows of the engine: row `p % n` has position p.
 
-The ring has more rows than are looked at, so that drafts that are rejected have overwritten none of these.
+The ring has more rows than a score uses, so rejected draft rows have not overwritten any of those.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ QueryCopy = tuple[Floats, npt.NDArray[np.intp]]
 
 
 class QueryRing:
-    """Which of the captured queries are of the text at hand, and how they lie.
+    """Knows which captured queries belong to the text, and where they lie.
 
-    seq: each sequence has an equal part of the engine's rows. rows: how many of the newest are looked at; all that are
-    its own, unless fewer are `wanted`. size: floats of these in all layers, flat: per layer [rows, n_head, head].
-    valid_from: queries of earlier tokens are not of this text. order: [ring], the engine's row of the positions with
-    each remainder; another array when that changes.
+    seq: each sequence has an equal part of the engine's rows. rows: how many of the newest a score uses: all rows of
+    the ring, or the `wanted` ones if they are fewer. size: floats of these in all layers, flat: per layer [rows,
+    n_head, head]. valid_from: queries of earlier tokens are not of this text. order: [ring], the engine's row for each
+    remainder of a position; replaced by another array when it changes.
     """
 
     def __init__(self, engine: Engine, seq: int, wanted: int | None = None) -> None:
@@ -45,9 +45,8 @@ class QueryRing:
         self._flat: Floats = np.zeros(self.ring_size, np.float32)
 
     def capture(self, start: int, count: int, place: Int32s) -> None:
-        """Keep the newest queries of `count` tokens from position `start` on. There must be rows.
-
-        place: takes the row of each token, [count].
+        """Fill `place` [count] with the rows for the queries of `count` tokens from position `start` on; -1 for none.
+        There must be rows.
         """
         ring = self.ring
         if count == 1:
@@ -58,14 +57,14 @@ class QueryRing:
             place[count - newest :] = self.order[np.arange(start + count - newest, start + count) % ring]
 
     def rows_of(self, end: int, count: int) -> Int32s:
-        """Where the queries of positions [end - count, end) are, or will be."""
+        """Return the rows of the queries of positions [end - count, end)."""
         rows: Int32s = self.order[np.arange(end - count, end) % self.ring].astype(np.int32)
         return rows
 
     def moved(self, order: npt.NDArray[np.intp], source: Int32s, target: Int32s) -> None:
-        """What was captured for positions `source` is of `target`, one for one, and the other way round.
+        """Exchange the queries of positions `source` and `target`, one for one.
 
-        order: what it was before. Can be said again.
+        order: the order before. It can be repeated.
         """
         order = order.copy()
         for a, b in zip((source % self.ring).tolist(), (target % self.ring).tolist(), strict=True):
@@ -73,20 +72,20 @@ class QueryRing:
         self.order = order
 
     def valid_after(self, cut: int, length: int) -> int:
-        """What `valid_from` will be once a text of `length` tokens has been cut to `cut`."""
+        """Return `valid_from` after a text of `length` tokens has been cut to `cut`."""
         if cut >= length:
             return self.valid_from
         # newer tokens have taken the place of older queries
         return min(cut, max(self.valid_from, length - self.ring))
 
     def saved_from(self, cut: int, length: int) -> int:
-        """The same of what `read` gives: no more than are looked at."""
+        """Return `valid_from` of the result of `read`, which has no more rows than a score uses."""
         return max(self.valid_after(cut, length), cut - self.rows) if self.rows else self.valid_after(cut, length)
 
     def newest(self, flat: Floats, order: npt.NDArray[np.intp], end: int, count: int) -> Floats:
-        """The queries of positions [end - count, end) out of a copy of the ring, flat: per layer [count, ...].
+        """Return the queries of positions [end - count, end) from a flat copy of the ring: per layer [count, ...].
 
-        order: what it was when the copy was made.
+        order: the order when the copy was made.
         """
         if not self.ring:
             return np.empty(0, np.float32)
@@ -98,11 +97,12 @@ class QueryRing:
         return newest
 
     def newest_now(self, end: int, count: int) -> Floats:
-        """The same of the ring as it is. Waits for the compute."""
+        """Return the queries of positions [end - count, end). Waits for the compute."""
         return self.newest(self._read(end, count), self.order, end, count)
 
     def read(self, length: int) -> Floats:
-        """Those that are looked at, of a text of `length` tokens, flat: row `p % rows` of a layer is of position p.
+        """Return the queries that a score uses, of a text of `length` tokens, flat: row `p % rows` of a layer has
+        position p.
 
         Empty if none are kept. Waits for the compute.
         """
@@ -115,13 +115,13 @@ class QueryRing:
         return saved
 
     def _read(self, end: int, count: int) -> Floats:
-        """The ring, flat, true for positions [end - count, end), until the next call."""
+        """Return the ring, flat, valid for positions [end - count, end), until the next call."""
         if self._flat.size and count:
             self._engine.wait(self._engine.read_queries(self._flat, np.sort(self.rows_of(end, count))))
         return self._flat
 
     def load(self, saved: Floats, valid_from: int, length: int) -> None:
-        """Put back what `read` has given, for a text of `length` tokens. What has another size is of no use."""
+        """Put back the result of `read`, for a text of `length` tokens. Queries of another size are ignored."""
         self.valid_from = length
         if saved.size and saved.size == self.size:
             positions = np.arange(max(0, length - self.rows), length)
@@ -134,7 +134,7 @@ class QueryRing:
 
 
 def _layers(flat: Floats, shapes: Sequence[tuple[int, ...]]) -> Iterator[Floats]:
-    """The layers of a flat array, as views."""
+    """Yield the layers of a flat array, as views."""
     at = 0
     for shape in shapes:
         size = math.prod(shape)

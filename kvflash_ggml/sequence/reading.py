@@ -1,4 +1,4 @@
-"""How a text is read and answered: by what the pool holds, or by all of it."""
+"""What the steps of a prompt and of an answer see: the pool, or the whole text."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """exact: prompts see the whole text, through stages. answers_exactly: so does every generated token. why: where
-    that was left open, or could not be had, the reason, for people.
+    """exact: prompts see the whole text, through layer buffers. answers_exactly: so does every generated token. why:
+    the reason, for people, where the mode was chosen automatically or could not be had.
     """
 
     exact: bool = False
@@ -21,17 +21,15 @@ POOL = Reading()
 
 @dataclass(slots=True)
 class ReadStats:
-    """What the newest request has lost against full attention, in tokens.
+    """What the newest request lost against full attention, in tokens.
 
-    read: of its prompt, those that were not known already. read_whole: of these, those that saw the whole text before
-    them. generated, generated_whole: the same of its answer. repaired, changed: always 0,
-    kept for programs that read them.
+    read: tokens of the prompt that were not known already. read_whole: of these, tokens that saw the whole text before
+    them. generated, generated_whole: the same of the answer. repaired, changed: always 0, kept for programs that read
+    them. previewed: tokens of a prompt of which a preview has read `read`; 0 for other answers.
 
-    previewed: tokens of a prompt of which a preview has read `read`; 0 for an answer that is none.
-
-    ranked: what decided which text is resident when the answer begins: "exact", the attention of the prompt's end to
-    every key that was in view (of what was not, the index), or "index", a look at it, and ranked_why for which reason;
-    empty where nothing was chosen, and where the policy has a way of its own.
+    ranked: how the resident set at the beginning of the answer was chosen. "exact": by the attention of the prompt's
+    end to every key in view, and by the index for keys out of view. "index": by the index, for the reason `ranked_why`.
+    Empty where nothing was chosen, and where the policy has its own way.
     """
 
     read: int = 0
@@ -46,7 +44,7 @@ class ReadStats:
     ranked_why: str = ""
 
     def add_read(self, count: int, share: float) -> None:
-        """A step of the prompt saw such a share of the text before it, 0 to 1."""
+        """Count a step of the prompt that saw `share` of the text before it, 0 to 1."""
         self.read += count
         self.read_whole += count if share == 1 else 0
         self.seen += count * share

@@ -28,9 +28,10 @@ class Recovery:
 
     @property
     def kept(self) -> int:
-        """Leading tokens that can be had back: those of sealed chunks whose images were read while servers answered.
+        """Leading tokens that can be recovered: those of sealed chunks whose images were read while all servers
+        answered.
 
-        Where not all memory is pooled, those before the newest checkpoint among them.
+        For recurrent state and windows, the tokens before the newest checkpoint among them.
         """
         sealed = self.table.length // CHUNK
         length = next((c for c in range(sealed) if not self._is_sound(c)), sealed) * CHUNK
@@ -41,14 +42,14 @@ class Recovery:
         return chunk in self.store and self.engine.is_sound(self.store.page(chunk).filled)
 
     def check(self) -> None:
-        """DeviceLost if a server does not answer any more. Nobody is asked once the model is closed."""
+        """Raise DeviceLost if a server no longer answers. No server is asked once the model is closed."""
         if self.engine.is_lost:
             with self.told():
                 self.engine.check_lost()
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """A DeviceLost that is raised meanwhile says how much is kept."""
+        """Add to a DeviceLost that is raised meanwhile how much is kept."""
         try:
             yield
         except DeviceLost as err:
@@ -56,5 +57,5 @@ class Recovery:
             raise
 
     def tell(self, err: DeviceLost) -> None:
-        """It says how much is kept."""
+        """Add to the error how much is kept."""
         err.kept = self.kept

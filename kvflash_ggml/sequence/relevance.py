@@ -1,4 +1,4 @@
-"""Which chunks of a text the next steps keep resident, by the scores of a policy."""
+"""The scores of a text's chunks, and whether the next step moves pages for them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .scoring import Scoring
 
 
 class Relevance:
-    """The scores that one text goes by.
+    """The scores that one text uses.
 
     scoring: None where recency alone decides. ranking: one score a chunk, None before any were taken; the lowest leave
-    first. rebuild: the next step brings the resident set to what ranks best.
+    first. rebuild: the next step makes the chunks with the best scores resident.
     """
 
     def __init__(self, table: PageTable, queries: QueryRing, events: Events, scoring: Scoring | None) -> None:
@@ -32,7 +32,9 @@ class Relevance:
         self._events = events
 
     def take(self, scores: Floats | None, *, sparingly: bool = False) -> None:
-        """Go by new scores, if there are any. sparingly: beside those before, and pages move only where that pays."""
+        """Use new scores, if there are any. sparingly: combine them with the old ones, and move pages only where that
+        pays.
+        """
         if scores is None or self.scoring is None:
             return
         self._events.score(scores)
@@ -43,17 +45,19 @@ class Relevance:
         self.ranking, self.rebuild = self.scoring.sparing(lasting, *self._table.unprotected(), self._table.quota)
 
     def take_ready(self) -> None:
-        """Go by the scores that are due."""
+        """Use the scores that are due."""
         assert self.scoring is not None
         self.take(self.scoring.take(), sparingly=True)
 
     def take_overlapped(self) -> None:
-        """While a prompt is read: go by the oldest finished scores, if they can be had without a wait."""
+        """While a prompt is read: use the oldest finished scores, if they are available without a wait."""
         if self.scoring is not None:
             self.take(self.scoring.take_overlapped())
 
     def ask(self, end: int) -> Asked:
-        """What the last step of a prompt, which ends at `end`, computes on its way if it is streamed."""
+        """Return the attention scores to request from the last step of a prompt, which ends at `end`, if it is
+        streamed.
+        """
         return NOBODY if self.scoring is None else self.scoring.ask(end, end - self._queries.valid_from)
 
     def request(
@@ -61,7 +65,7 @@ class Relevance:
     ) -> None:
         """Score the chunks of a text of these tokens against the newest `rows` queries, None for all.
 
-        asked: of the newest step, which began at `start` and saw `view`.
+        asked: the request to the newest step, which began at `start` and saw `view`.
         """
         assert self.scoring is not None
         length = len(tokens)
@@ -71,25 +75,27 @@ class Relevance:
         self.scoring.request(tokens, length // CHUNK, protected, rows=rows, known=known, asked=asked, seen=seen)
 
     def forget(self) -> None:
-        """Begin a new request: no score of the last one steers it."""
+        """Begin a new request: no score of the last one counts."""
         self.ranking, self.rebuild = None, False
         self._events.reset()
         if self.scoring is not None:
             self.scoring.restart()
 
     def sealed(self, chunks: Sequence[int]) -> None:
-        """Images of sealed chunks are on the host, and their keys can be read."""
+        """Note that images of sealed chunks are on the host, so their keys can be read."""
         if self.scoring is not None:
             self.scoring.sealed(chunks)
 
     def truncated(self, length: int) -> None:
-        """The text has been cut to `length` tokens. Can be called again."""
+        """Note that the text was cut to `length` tokens. It can be repeated."""
         self.ranking, self.rebuild = None, False
         if self.scoring is not None:
             self.scoring.truncate(length)
 
     def state(self, length: int, cut: int | None = None) -> PolicyState | None:
-        """What the policy knows and plans of a text of `length` tokens. cut: what it still would after that cut."""
+        """Return the policy's knowledge and plans for a text of `length` tokens. cut: only what stays true after that
+        cut.
+        """
         if self.scoring is None:
             return None
         if cut is None:
@@ -99,7 +105,7 @@ class Relevance:
         return blank.before(cut)
 
     def load(self, saved: PolicyState | None, tokens: Int32s, ranking: Ranking | None, *, rebuild: bool) -> None:
-        """Another text is in place now, of these tokens: go on from what a policy knew of it."""
+        """Continue with the knowledge that a policy had of a text of these tokens, which is in place now."""
         own = saved is not None and self.scoring is not None and saved.name == self.scoring.scorer.name
         self.ranking = ranking if own else None  # else in the units of another policy, or of none
         if self.scoring is not None:

@@ -1,4 +1,4 @@
-"""Puts a session aside, and puts it back so that it goes on bit for bit."""
+"""Saves a session, and restores it so that it continues bit for bit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .sequence import Sequence
 
 
 def state(text: Sequence, length: int | None = None, *, drafts: bool = True) -> SessionState:
-    """The session as it is, or cut to its first `length` tokens, to be loaded later. It goes on unchanged.
+    """Return the session, or its first `length` tokens, to be loaded later. The session goes on unchanged.
 
-    drafts: with what drafters know of it, if it is whole.
+    drafts: with the state of drafters, if the session is whole.
 
-    Waits for the compute, and copies what the host does not have yet. SnapshotError for a length at which recurrent
-    state or a sliding window is not known, HostMemoryError if there is no room for the copies, DeviceLost if a server
-    was lost before all of it had been read.
+    Waits for the compute, and copies the pages that the host does not have yet. SnapshotError for a length whose
+    recurrent state or sliding window is not known, HostMemoryError if there is no room for the copies, DeviceLost if a
+    server was lost before everything was read.
     """
     with text.recovery.told():
         return _state(text, length, drafts=drafts)
@@ -56,7 +56,7 @@ def _state(text: Sequence, length: int | None, *, drafts: bool) -> SessionState:
 
 
 def kept_state(text: Sequence) -> SessionState:
-    """Return the first `text.recovery.kept` tokens, from what this machine has. No device is asked for anything.
+    """Return the first `text.recovery.kept` tokens, from the data on this machine. It asks no device.
 
     SnapshotError if that is nothing, HostMemoryError if there is no room for the copy of a page.
     """
@@ -86,12 +86,12 @@ def _first_tokens(text: Sequence, length: int, state: Blob, pages: list[PageImag
 
 
 def load(text: Sequence, saved: SessionState, then: Callable[[SessionState], None] | None = None) -> None:
-    """Replace everything by a saved session of this heap, which goes on bit for bit where its table fits.
+    """Replace the text by a saved session of this heap. It continues bit for bit where its table fits.
 
-    then: called with it in the end, for whoever has to follow: both are done, or neither.
+    then: called with the session at the end, by whatever has to follow it: both happen, or neither.
 
     ContextFull, ConfigError (pins that this pool cannot hold), SnapshotError, and HostMemoryError while pages are read:
-    nothing has changed. Whatever interrupts it after that leaves an empty session.
+    nothing has changed. Any later interrupt leaves an empty session.
     """
     text.settle()
     if saved.length > text.n_ctx:
@@ -124,7 +124,7 @@ def load(text: Sequence, saved: SessionState, then: Callable[[SessionState], Non
 
 
 def _read(text: Sequence, saved: SessionState) -> Blob:
-    """Read all that can be damaged or refused, while there is a way back. Returns what is not pooled, in memory."""
+    """Read everything that can be damaged or refused, while nothing has changed. Returns the state in memory."""
     places = text.table.place(saved.length, saved.table)
     if saved.state.size and not (text.engine.info.recurrent or text.engine.info.n_swa):
         raise SnapshotError("the text has recurrent state or a sliding window, which this model does not know")
@@ -138,7 +138,9 @@ def _read(text: Sequence, saved: SessionState) -> Blob:
 
 
 def _put_state(text: Sequence, state: Blob, end: int) -> None:
-    """SnapshotError if the engine refuses it. To be settled: then it is as it was. end: position behind its text."""
+    """Put the state in place; settling undoes it. SnapshotError if the engine refuses it. end: position behind its
+    text.
+    """
     if text.length:
         before, end_before = text.checkpoints.at(text.length), text.engine.end(text.length, seq=text.seq)
         text.unfinished.work = lambda: text.checkpoints.put(before, end_before)
@@ -148,13 +150,13 @@ def _put_state(text: Sequence, state: Blob, end: int) -> None:
 
 
 def _check_sound(text: Sequence, saved: SessionState) -> None:
-    """DeviceLost unless every page was read before anything was lost."""
+    """Raise DeviceLost unless every page was read before a device was lost."""
     if not all(text.engine.is_sound(page.filled) for page in saved.pages):
         text.recovery.check()
 
 
 def _state_at(text: Sequence, length: int) -> Blob:
-    """What is not pooled, as it was after `length` tokens."""
+    """Return recurrent state and windows as they were after `length` tokens."""
     if length == text.length or not (text.engine.info.recurrent or text.engine.info.n_swa):
         return text.checkpoints.at(text.length)
     states = text.checkpoints.state()

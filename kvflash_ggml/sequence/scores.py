@@ -1,4 +1,4 @@
-"""What comes back from a policy, which may be anybody's, before anything is decided by it."""
+"""Checks the results of a policy, which may be anybody's, before they are used."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..policy.base import Pairs, Scorer
 
 
 def check_scores(scorer: Scorer, scores: object, n_chunks: int, queries: Floats | None = None) -> Floats | None:
-    """The scores as they are. ConfigError that names the policy unless they are what `Scorer.score` has to return;
-    NotFinite if it cannot be blamed, for the `queries` that it was given are no numbers.
+    """Return the scores. ConfigError that names the policy if they break the contract of `Scorer.score`; NotFinite if
+    the `queries` that the policy got are not finite, so that it is not to blame.
     """
     if scores is None:
         return None
@@ -31,8 +31,10 @@ def check_scores(scorer: Scorer, scores: object, n_chunks: int, queries: Floats 
 
 
 def check_wanted(scorer: Scorer, heads: object, count: int, rows: int) -> Pairs:
-    """The heads as the engine reads them. ConfigError that names the policy unless they are what `Exact.masses_wanted`
-    has to return, and `count` no more than the `rows` there are. Which heads there are is for the engine to check.
+    """Return the heads as the engine reads them.
+
+    ConfigError that names the policy if they break the contract of `Exact.masses_wanted`, or `count` exceeds the
+    available `rows`. The engine checks which heads exist.
     """
     pairs = np.asarray(heads)
     if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu" or count > rows:

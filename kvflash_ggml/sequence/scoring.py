@@ -1,6 +1,7 @@
-"""Scores of the chunks: the worker between a scorer, which may be anybody's, and a session.
+"""Scores of the chunks: runs a scorer, which may be anybody's, for a sequence.
 
-Scoring runs on a thread of its own while the device decodes, or at once where the device computes on the caller's.
+Scoring runs on a thread of its own while the device decodes, or at once where the device computes on the caller's
+thread.
 """
 
 from __future__ import annotations
@@ -34,44 +35,47 @@ if TYPE_CHECKING:
     from ..native.engine import Engine
 
 MARGIN = 1.0
-"""By how much an evicted chunk must be better than a resident one for pages to move before tau, in the units of the
-scores (natural logarithms of attention for the default policy)."""
+"""How much better than a resident chunk an evicted one must be for pages to move before tau, in the units of the scores
+(natural logarithms of attention for the default policy).
+"""
 
 MOVED_SHARE = 1 / 8
-"""Of the blocks, how many change their chunk before tau. What is asked for is among the best few, and the others have
-to be moved again when the next token asks for something else."""
+"""Share of the blocks that may change their chunk before tau. The chunk that is asked for is among the best few. The
+others would have to move again when the next token asks for something else.
+"""
 
 MIN_MOVES = 4
 
 DELAY = 16
-"""Tokens between asking for scores and their use, on devices that compute beside the host."""
+"""Tokens between a request for scores and their use, on devices that compute beside the host."""
 
 DECODE_SHARE = 0.02
-"""Share of the decode time that scoring may take when tau adapts, for a scorer that names no `overhead` of its own.
+"""Share of the decode time that scoring may take when tau adapts, for a scorer without an `overhead` of its own.
 
-It counts where scoring holds the decode up: where the CPU computes all of a step, or some of it."""
+It counts where scoring delays the decode: where the CPU computes all of a step, or some of it.
+"""
 
 WORKER_SHARE = 0.5
 """Share of the time that the worker may be busy, where scoring runs beside the device's compute."""
 
 MIXED_THREADS = 4
-"""Where the CPU computes a part of each step, scoring beside it has one of so many of its threads."""
+"""Where the CPU computes a part of each step, scoring beside it gets one of so many of its threads."""
 
 
 MAX_FOUND = 8
-"""Ends of prompts that are known of a text."""
+"""Replays that are kept of a text."""
 
 
 def most_moves(blocks: int) -> int:
-    """How many chunks of so many may move before tau."""
+    """Return how many chunks of a pool of `blocks` may move before tau."""
     return max(MIN_MOVES, int(MOVED_SHARE * blocks))
 
 
 class Scoring:
-    """Feeds a scorer, and keeps what it answers until somebody wants it.
+    """Runs a scorer, and keeps its scores until they are used.
 
-    tau: see `Selection`. n_chunks: of the longest text. together: how many texts decode together now. pending: scores
-    that nobody has used. looks: how often chunks have been scored, in `seconds` in all.
+    tau: see `Selection`. n_chunks: of the longest text. together: returns how many texts decode together now. pending:
+    scores not used yet. looks: how often chunks were scored, in `seconds` in all.
     """
 
     def __init__(
@@ -113,7 +117,7 @@ class Scoring:
 
     @property
     def is_ready(self) -> bool:
-        """Is it time to use what was asked for?"""
+        """Whether to use the requested scores now."""
         return bool(self.pending) and self.selection.is_due
 
     # --- what happens to the text
@@ -128,8 +132,8 @@ class Scoring:
 
     @contextmanager
     def before_seals(self, asked: Asked) -> Iterator[None]:
-        """Meanwhile a step is evaluated and scored: if it was asked for masses, the scorer hears afterwards of the
-        chunks that it seals. What is ranked by masses need not wait for their index.
+        """Delay the scorer's `seal` calls until a step that computes attention scores has been scored: its chunks need
+        no index for that.
         """
         self._later = None if asked is NOBODY else []
         try:
@@ -147,20 +151,22 @@ class Scoring:
                 self._failed = self._failed or err
 
     def truncate(self, length: int) -> None:
-        """Tokens from `length` on are gone."""
+        """Forget tokens from `length` on."""
         self.restart()
         self.replays.truncate(length)
         self._run(self._keys.truncate, length // CHUNK)
         self._run(self.scorer.truncate, length // CHUNK)
 
     def restart(self) -> None:
-        """Drop scores that nobody has used: they belong to a text that is gone."""
+        """Drop unused scores: they belong to a text that is gone."""
         wait(self.pending)  # what they found, or why they failed, is of no use now
         self.pending.clear()
         self.selection.restart()
 
     def use(self, heads: Pairs) -> None:
-        """From the next look on a scorer that can ask some heads only asks these. What others have found is past."""
+        """Let a selective scorer use only these heads from the next score on. Replays, which other heads found, are
+        dropped.
+        """
         self.replays.load(())
         self._run(self._use, heads)
 
@@ -187,8 +193,8 @@ class Scoring:
     ) -> None:
         """Score the chunks against the newest `rows` queries, beside the compute; by default against all that are kept.
 
-        known: how many of the newest tokens have their queries captured, None for all that are kept. asked: of the
-        newest step, whose stages held the chunks `seen`.
+        known: how many of the newest tokens have captured queries, None for all that are kept. asked: the request to
+        the newest step, whose layer buffers held the chunks `seen`.
         """
         self.looks += 1
         wanted = self._rows(len(tokens), rows, known)
@@ -200,7 +206,9 @@ class Scoring:
         self.pending.append(self._run(self._score, *what))
 
     def ask(self, end: int, known: int) -> Asked:
-        """What a streamed step is asked for that ends a prompt: the text has `end` tokens then. known: as above."""
+        """Return the request to a streamed step that ends a prompt: the text has `end` tokens then. known: see
+        `request`.
+        """
         return self.masses.ask(end, end // CHUNK, self._rows(end, None, known))
 
     def _rows(self, length: int, rows: int | None, known: int | None) -> int:
@@ -208,7 +216,7 @@ class Scoring:
         return min(limits if rows is None else [rows, *limits])
 
     def take(self) -> Floats | None:
-        """The newest scores, waiting for them if need be; None if there are none."""
+        """Return the newest scores, waiting for them if need be; None if there are none."""
         self._raise_failure()
         scores = None
         while self.pending:
@@ -216,15 +224,16 @@ class Scoring:
         return scores
 
     def _raise_failure(self) -> None:
-        """A chunk without statistics would be scored at random: say so, once, to whoever asks next."""
+        """Raise the failure of a `seal`, once: a chunk without statistics would be scored at random."""
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
 
     def take_overlapped(self) -> Floats | None:
-        """While a prompt is read: the oldest finished scores, if they can be had without holding the device up.
+        """While a prompt is read: return the oldest finished scores, if the device need not wait for them.
 
-        Where devices compute beside the host they are a step old for each of them: they were computed while these ran.
+        Where devices compute beside the host, the scores are as many steps old as there are devices: they were computed
+        while these ran.
         """
         self._raise_failure()
         if len(self.pending) <= self._lag:
@@ -232,9 +241,10 @@ class Scoring:
         return self.pending.popleft().result()
 
     def lasting(self, scores: Floats, before: Floats | None) -> Floats:
-        """The scores of a look at an answer, and what is left of those `before` it where that is more.
+        """Return the elementwise maximum of `scores` and the decayed `before`.
 
-        So what a prompt's end has found stays for a while: a look at an answer sees its newest token only.
+        So chunks that the prompt asked for are not evicted after one token: a score during an answer uses its newest
+        token only.
         """
         if before is None or self._lasting is None:
             return scores
@@ -244,7 +254,9 @@ class Scoring:
         return lasting
 
     def sparing(self, scores: Floats, resident: Chunks, evicted: Chunks, blocks: int) -> tuple[Floats, bool]:
-        """What to go by for scores of an answer, and do pages move: at tau all, before it a few that clearly pay."""
+        """Return the scores of an answer to use, and whether pages move: at tau all, before it a few that clearly
+        pay.
+        """
         if self.selection.must_move:
             self.selection.moved()
             return scores, True
@@ -254,7 +266,7 @@ class Scoring:
     # --- save and restore
 
     def state(self, n_chunks: int) -> PolicyState:
-        """The clock, the scores under way, and the statistics of the first chunks. Waits for the scores."""
+        """Return the clock, the pending scores, and the statistics of the first chunks. Waits for the scores."""
         looks = [future.result() for future in self.pending]
         statistics = done(self._run(self._statistics, n_chunks).result())
         reader = self._run(self.scorer.reader_state).result() if isinstance(self.scorer, Reading) else None
@@ -271,14 +283,14 @@ class Scoring:
         return Statistics(self.scorer.layout.name, self.scorer.dump(n_chunks))
 
     def _load(self, known: Statistics) -> bool:
-        """Take statistics over, unless they are of another layout than the scorer's, which may just have changed."""
+        """Load statistics. False if their layout is not the scorer's, which may just have changed."""
         if not isinstance(self.scorer, Resumable) or self.scorer.layout != known.layout:
             return False
         self.scorer.load(known.rows)
         return True
 
     def blank_state(self) -> PolicyState:
-        """The state of one that has not scored yet, without statistics."""
+        """Return the state before the first score, without statistics."""
         return PolicyState(
             name=self.scorer.name,
             tau=self.selection.tau,
@@ -290,7 +302,7 @@ class Scoring:
         )
 
     def load(self, saved: PolicyState | None, tokens: Int32s) -> None:
-        """Go on from there. What another policy knew is of no use: then the keys are read again."""
+        """Continue from a saved state. After another policy the keys are read again."""
         n_chunks = len(tokens) // CHUNK
         if saved is None or saved.name != self.scorer.name:
             self.sealed(range(n_chunks))
@@ -307,7 +319,7 @@ class Scoring:
 
     @property
     def workers(self) -> Sequence[Worker]:
-        """Whose threads score."""
+        """The workers whose threads score."""
         return () if self._worker is None else (self._worker,)
 
     def close(self) -> None:
@@ -346,11 +358,11 @@ class Scoring:
         return scores
 
     def adapt(self, seconds: float) -> None:
-        """A look has taken so long. Texts that decode together wait for the looks of all of them."""
+        """Note the seconds of a score. Texts that decode together wait for the scores of all of them."""
         self.selection.adapt(seconds * self._together())
 
     def _buffer(self) -> Floats:
-        """Page-locked room for the queries of all layers, so that reading them holds nobody up."""
+        """Return page-locked room for the queries of all layers, so that reading them delays nothing."""
         size = self._ring.ring_size * 4
         if size == 0:
             return np.empty(0, np.float32)
@@ -361,43 +373,43 @@ class Scoring:
         return np.frombuffer(self._engine.view(address, size), np.float32)
 
     def _run(self, work: Callable[..., object], *args: object) -> Future:  # type: ignore[type-arg]
-        """On the worker, or at once where the device computes on the caller's thread."""
+        """Run work on the worker, or at once where the device computes on the caller's thread."""
         if self._worker is not None:
             return self._worker.submit(work, *args)
         return done(work(*args))
 
 
 class Replays:
-    """Of one text: each is good as long as nothing before its step changes, whatever has followed it since."""
+    """The known prompt endings of one text. Each is valid as long as nothing before its step changes."""
 
     def __init__(self) -> None:
         self._known: tuple[Replay, ...] = ()
 
     def keep(self, found: Replay) -> None:
-        """The newest one."""
+        """Add the newest replay."""
         others = [one for one in self._known if not _asks(one, found.start, found.tokens)]
         self._known = (*others, found)[-MAX_FOUND:]
 
     def at(self, start: int, tokens: Int32s) -> Replay | None:
-        """What was found when a text of `start` tokens went on with these, and its prompt ended with them."""
+        """Return the replay of a prompt that ended with these tokens after a text of `start` tokens."""
         return next((one for one in self._known if _asks(one, start, tokens)), None)
 
     def within(self, shared: int, prompt: Int32s) -> Replay | None:
-        """The same for a prompt of which the first `shared` tokens are those of the text."""
+        """Return the replay of a prompt whose first `shared` tokens are those of the text."""
         return next(
             (one for one in self._known if one.start <= shared and _asks(one, one.start, prompt[one.start :])), None
         )
 
     def truncate(self, length: int) -> None:
-        """The text was cut to `length` tokens. Can be called again."""
+        """Cut the text to `length` tokens. It can be repeated."""
         self._known = tuple(one for one in self._known if one.start <= length)
 
     def state(self) -> Sequence[Replay]:
-        """All of them, to be loaded later."""
+        """Return all replays, to be loaded later."""
         return self._known
 
     def load(self, found: Sequence[Replay]) -> None:
-        """Take over those of a text that has been put back, or the newest of them."""
+        """Take over the replays of a restored text, or the newest of them."""
         self._known = tuple(found[-MAX_FOUND:])
 
 

@@ -1,24 +1,24 @@
-"""When chunks are scored, and when pages move for it, counted in tokens of the text. No thread, no look at a clock."""
+"""When chunks are scored, and when pages move for it, counted in tokens of the text. It has no thread and no clock."""
 
 from __future__ import annotations
 
 from ..state.session import PolicyState
 
 SCORES_PER_TAU = 4
-"""Scores between two moves that tau asks for: they move pages only if an evicted chunk is clearly better."""
+"""Scores between two full reselections. They move pages only if an evicted chunk is clearly better."""
 
 TAU = 64
-"""Tokens between two moves, before tau adapts."""
+"""Tokens between two reselections, before tau adapts."""
 
 MAX_TAU = 4096
 
 
 class Selection:
-    """A clock that ticks with every token that is generated.
+    """A clock that ticks with every generated token.
 
-    tau: tokens between two moves, or None to adapt to what scoring costs. share: of the time of the decode, that
-    scoring may take then. delay: tokens between asking for scores and their use, so that what is computed never depends
-    on how fast a thread was.
+    tau: tokens between two reselections, or None to adapt to the cost of scoring. share: share of the decode time that
+    scoring may then take. delay: tokens between a request for scores and their use, so that the result never depends on
+    the speed of a thread.
     """
 
     def __init__(self, *, tau: int | None, share: float, delay: int) -> None:
@@ -33,7 +33,7 @@ class Selection:
         self._last = 0.0  # when the newest tokens came
 
     def on_tokens(self, count: int, *, waiting: bool, now: float) -> bool:
-        """So many tokens have been generated: is it time to score? waiting: scores have been asked for already."""
+        """Count generated tokens, and return whether to score now. waiting: scores have been requested already."""
         if self._last:
             self._token_seconds += 0.1 * ((now - self._last) / count - self._token_seconds)
         self._last = now
@@ -50,30 +50,30 @@ class Selection:
 
     @property
     def interval(self) -> int:
-        """Tokens between two looks."""
+        """Tokens between two scores."""
         return max(1, self.tau // SCORES_PER_TAU)
 
     @property
     def is_due(self) -> bool:
-        """Is it time to use the scores that were asked for?"""
+        """Whether to use the requested scores now."""
         return self._due <= 0
 
     @property
     def must_move(self) -> bool:
-        """Has it been tau tokens since the resident set was what ranks best?"""
+        """Whether tau tokens have passed since the last full reselection."""
         return self._since_move >= self.tau
 
     def moved(self) -> None:
-        """The resident set is brought to what ranks best with the next step."""
+        """Note that the next step reselects fully."""
         self._since_move = 0
 
     def restart(self) -> None:
-        """The text was cut, or another request begins."""
+        """Start again after a cut, or for another request."""
         self._since_score = self._since_move = self._due = 0
         self._last = 0.0
 
     def adapt(self, seconds: float) -> None:
-        """Scoring has taken so long: double or halve tau until it takes about its share of the decode time."""
+        """Note the seconds of a score. Double or halve tau until scoring takes about its share of the decode time."""
         if self._fixed or not self._token_seconds:
             return
         share = seconds * SCORES_PER_TAU / (self.tau * self._token_seconds)
@@ -83,12 +83,12 @@ class Selection:
             self.tau //= 2
 
     def write(self, saved: PolicyState) -> None:
-        """Note the clock in a policy's state."""
+        """Write the clock to a policy's state."""
         saved.tau = self.tau
         saved.since_look, saved.since_reselect, saved.due = self._since_score, self._since_move, self._due
 
     def load(self, saved: PolicyState) -> None:
-        """Go on from there."""
+        """Continue from a policy's state."""
         if not self._fixed:
             self.tau = saved.tau
         self._since_score, self._since_move, self._due = saved.since_look, saved.since_reselect, saved.due

@@ -1,4 +1,4 @@
-"""A self-draft: what the pool alone predicts after a text, computed ahead of it and dropped as a whole."""
+"""A self-draft: tokens that the pool alone predicts after a text, computed behind it and dropped as a whole."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class SelfDraft:
     """A text and its self-draft, as the nested drafters see it. Used in a `with`, which drops the self-draft.
 
-    room: tokens that it evaluates at most; the text has room for them. The text's follower hears of the self-draft, and
-    at the end that none of it counts.
+    room: most tokens that it evaluates; the text has room for them. The text's follower hears of the self-draft, and at
+    the end that none of it counts.
     """
 
     branch_room = 0
@@ -40,7 +40,7 @@ class SelfDraft:
 
     @property
     def tokens(self) -> Int32s:
-        """Those of the text, and those that are sketched after them."""
+        """The tokens of the text and of the self-draft."""
         return self._session.ids[: self._session.length + self._session.ahead]
 
     @property
@@ -50,19 +50,19 @@ class SelfDraft:
 
     @property
     def room_ahead(self) -> int:
-        """Tokens that one step can evaluate, if some of them are not to stay."""
+        """Tokens that one step can evaluate, if some of them may be dropped."""
         info, most = self._session.engine.info, len(self._session.engine.token)
         return min(self.left, info.rs_planes + 1 if info.recurrent else most)
 
     def write(self, tokens: list[int]) -> None:
-        """Evaluate tokens behind the others, in one step. The logits of each of them are at hand then."""
+        """Evaluate tokens behind the others, in one step. The logits of each of them are available then."""
         rows = np.array(tokens, np.int32)
         self._session.compute(self._session.prepare(rows, EVERY, generated=True, ahead=self._room, self_draft=True))
 
     def retain(self, length: int) -> bool:
-        """Of text and sketch so many tokens stay, and what is written next follows them.
+        """Cut text and self-draft to `length` tokens; the next tokens follow there.
 
-        False, and all stay, where the memory cannot go back over the others: then nothing can follow.
+        False, and nothing cut, where the memory cannot roll back: then nothing can follow.
         """
         session = self._session
         session.unfinished.settle()
@@ -71,7 +71,7 @@ class SelfDraft:
         return len(self.tokens) == length
 
     def _retain(self, length: int) -> None:
-        """Can be done again wherever it was interrupted."""
+        """Cut once. It can be repeated after an interrupt."""
         session, ahead = self._session, self._session.draft_rows
         assert ahead is not None
         count = length - ahead.start

@@ -1,4 +1,4 @@
-"""A sequence: a text that is being computed on a pool, its tokens, its KV, and the steps that extend or cut it."""
+"""A sequence: a text that is computed on a pool, with its tokens, its KV, and the steps that extend or cut it."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ logger = logging.getLogger("kvflash_ggml")
 
 
 class Sequence:
-    """A text on a pool. Each step of it is computed and counts, or has never been.
+    """A text on a pool. A step of it either commits completely or leaves no trace.
 
-    seq: its sequence of the context, which no other text has. n_ctx: tokens at most. n_batch: how stock llama.cpp would
-    split a prompt, together with the pool's n_ubatch; kept, so that a pool that holds the whole context computes the
-    same bits. scorer: decides which chunks stay resident; None for pure recency. reading: what a step sees; the pool
-    has stages if that is more than what is in it.
+    seq: its sequence of the context, which no other text has. n_ctx: most tokens. n_batch: with the pool's n_ubatch,
+    how stock llama.cpp would split a prompt, so that a pool that holds the whole context computes the same bits.
+    scorer: decides which chunks stay resident; None for pure recency. reading: the attention span of its steps; the
+    pool has layer buffers if that is more than the pool.
 
-    whole: [n_ctx], tokens that have seen the whole text before them. logits: the positions whose logits are at hand.
-    draft_rows: rows that were written behind the text, until they are settled. streamed_steps: steps that saw more than
-    the pool. view: of the newest step. follower: hears what becomes of the text. stats: of the newest request.
+    whole: [n_ctx], tokens that have seen the whole text before them. logits: the positions whose logits are available.
+    draft_rows: rows written behind the text, until they are settled. streamed_steps: steps that saw more than the pool.
+    view: of the newest step. follower: is told of every change of the text. stats: of the newest request.
     """
 
     follower: Follower | None = None
@@ -110,7 +110,7 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens read so far, with the draft rows that were accepted."""
+        """Tokens evaluated so far, accepted draft rows included."""
         rows = self.draft_rows
         return self.table.layout.length if rows is None else rows.start + rows.kept
 
@@ -121,22 +121,22 @@ class Sequence:
 
     @property
     def ahead(self) -> int:
-        """Draft rows that were written and wait to be settled."""
+        """Draft rows that wait to be settled."""
         return 0 if self.draft_rows is None else len(self.draft_rows.tokens)
 
     @property
     def sees_everything(self) -> bool:
-        """Is all of the text in the pool?"""
+        """Whether all of the text is in the pool."""
         return not self.bounded or everything_is_resident(self.table.layout, self.length)
 
     @property
     def policy(self) -> str:
-        """The name of the policy at work."""
+        """The name of the policy in use."""
         recency = "lru" if self.bounded else "none needed"
         return recency if self.scoring is None else self.scoring.scorer.name
 
     def limits(self, n_vocab: int) -> Limits:
-        """The largest session that can be loaded here."""
+        """Return the largest session that can be loaded here."""
         return Limits(n_ctx=self.n_ctx, n_vocab=n_vocab, queries=self.queries.size)
 
     # --- prompts and answers
@@ -144,7 +144,7 @@ class Sequence:
     def begin(self, count: int) -> None:
         """Settle what is unfinished, before `count` tokens follow. ContextFull if there is no room for them.
 
-        KVFlashError for a model that was closed.
+        KVFlashError for a closed model.
         """
         self.check_open()
         self.settle()
@@ -158,7 +158,7 @@ class Sequence:
         self, tokens: Int32s, output: Output, after: AfterStep | None = None, *,
         ahead: int = 0, branches: Branches | None = None,
     ) -> Step:  # fmt: skip
-        """Prepare a step of an answer, which `begin` has made room for and `finish` computes. See `prepare`."""
+        """Prepare a step of an answer; see `prepare`. `begin` has made room for it, and `finish` computes it."""
         self.checkpoints.restored = None  # nothing goes on from where the text was put back
         if self.scoring is not None and self.scoring.pending and self.scoring.is_ready:
             self.relevance.take_ready()
@@ -175,7 +175,7 @@ class Sequence:
                 self.count_generated(self.length - step.start)
 
     def count_generated(self, count: int) -> None:
-        """Count the newest `count` tokens as generated, and score the chunks where it is time."""
+        """Count the newest `count` tokens as generated, and score the chunks when it is time."""
         self.stats.generated += count
         if self.whole.item(self.length - 1):
             self.stats.generated_whole += count
@@ -193,13 +193,13 @@ class Sequence:
         generated: bool = False, ahead: int = 0, branches: Branches | None = None,
         self_draft: bool = False, stream: bool = False, places: PageTableState | None = None,
     ) -> Step:  # fmt: skip
-        """Prepare a step of tokens that fit one: its places, its moves and its attention span. The text stays as it is.
+        """Prepare a step of tokens that fit one: its slots, its moves and its attention span. The text stays as it is.
 
-        after: called once the text has them, and again if that was interrupted. generated: they are of an answer.
-        ahead: they are draft rows, which `keep` accepts; there is room for so many, and others can follow before the
-        text is settled. branches: how they lie if they are a tree, which cannot stream. self_draft: none of them is
-        accepted. stream: they see all of the text that the stages can hold, not only what is in the pool; there must be
-        stages. places: where the chunks before them are to lie.
+        after: called once the text has the tokens, and again if that was interrupted. generated: the tokens are of an
+        answer. ahead: the tokens are draft rows, which `keep` accepts; there is room for so many, and others can follow
+        before the text is settled. branches: the rows of a tree, which cannot stream. self_draft: none of the rows is
+        accepted. stream: the tokens see all of the text that the layer buffers can hold, not only the pool; there must
+        be layer buffers. places: where the chunks before the tokens are to lie.
 
         Raises PoolExhausted, and HostMemoryError where sealed chunks find no room on the host.
         """
@@ -223,7 +223,7 @@ class Sequence:
         return step
 
     def compute(self, step: Step) -> None:
-        """Run a prepared step and commit it. Whatever goes wrong, the text has all of its tokens then, or none."""
+        """Run a prepared step and commit it. After an error the text has all of its tokens, or none."""
         self.unfinished.work = partial(self._end, step)  # from here on the step has to be committed
         try:
             if step.plan.moves is not NO_MOVES or self.events.scores is not None:
@@ -236,7 +236,7 @@ class Sequence:
             raise
 
     def run(self, step: Step) -> None:
-        """Compute a prepared step alone, whose moves are made: through the stages if it sees more than the pool."""
+        """Run a prepared step alone, whose moves are made: through the layer buffers if it sees more than the pool."""
         if step.view is None or not self._stream(step):
             self.pool.run([step])
 
@@ -251,7 +251,7 @@ class Sequence:
             events.changed(step.start + len(step.tokens), resident, recalled, generating=step.generated)
 
     def fail(self, step: Step, why: BaseException) -> None:
-        """Commit a step whose computation was ended by an error: it counts if it was computed, or leaves no trace."""
+        """Commit a step that an error ended: it counts if it was computed, or leaves no trace."""
         if isinstance(why, DeviceLost):
             self.recovery.tell(why)
         if isinstance(why, Exception):
@@ -273,7 +273,7 @@ class Sequence:
         self.compute(self.prepare(tokens, output, after, stream=stream))
 
     def _stream(self, step: Step) -> bool:
-        """Run a step that sees page images. False where there is no memory for them: it sees the pool then."""
+        """Run a step that sees page images. False where there is no memory for them: the step then sees the pool."""
         start, n = step.start, len(step.tokens)
         assert step.view is not None
         try:
@@ -294,7 +294,7 @@ class Sequence:
         return True
 
     def _end(self, step: Step) -> None:
-        """Take the result of a step over, or take everything back. It can be done again wherever it was interrupted."""
+        """Take the result of a step over, or undo the step. It can be repeated after an interrupt."""
         if step.codes != [0]:
             if not self.engine.is_lost:  # else there is nothing to bring back, and what the host has stays
                 self._undo(step)
@@ -325,7 +325,7 @@ class Sequence:
             self.follower.evaluated(start, tokens, ahead=bool(step.ahead))
 
     def _undo(self, step: Step) -> None:
-        """Nothing stays of a step that was not computed."""
+        """Undo a step that was not computed."""
         if step.before is not None:
             self._take_rows(replace(step.before, path=()), self.queries.order)
             return
@@ -341,23 +341,23 @@ class Sequence:
         self.events.truncated(self.length, self.table.resident_chunks)
 
     def save_sealed(self) -> None:
-        """Copy chunks that have been sealed since the last call to the host, behind the compute."""
+        """Copy newly sealed chunks to the host, behind the compute."""
         if self.bounded and self.table.layout.length // CHUNK != self.paging.saved:
             self.paging.save()
 
     # --- its share of the pool
 
     def shrink(self, most: int) -> None:
-        """Evict the chunks that rank lowest until the text has at most `most` blocks. Protected chunks stay.
+        """Evict the chunks with the lowest scores until the text has at most `most` blocks. Protected chunks stay.
 
-        Between two steps, none of which is prepared. DeviceLost as for `settle`.
+        No step may be prepared. Raises DeviceLost as `settle` does.
         """
         self.settle()
         self.unfinished.work = partial(self._shrink, most)
         self.unfinished.settle()
 
     def _shrink(self, most: int) -> None:
-        """It can be done again wherever it was interrupted."""
+        """Shrink once. It can be repeated after an interrupt."""
         plan = self.table.shrink(most, self.relevance.ranking)
         self.engine.wait(self.paging.apply(plan.moves, self.length))  # another text may write to the blocks at once
         self.table.commit(plan)
@@ -367,29 +367,31 @@ class Sequence:
 
     @property
     def room_ahead(self) -> int:
-        """How many tokens can be verified at once. A streamed step is computed as a whole."""
+        """Tokens that one step can verify. A streamed step is computed as a whole."""
         return min(self.draft_places, self.n_ubatch if self.reading.answers_exactly else len(self.engine.token))
 
     @property
     def draft_places(self) -> int:
-        """How many positions these can take: they leave a query of the text to score by, if but one is of it."""
+        """Most lookahead positions. At least one captured query stays valid even if all draft rows but one are
+        rejected.
+        """
         room = min(self.table.room(self.length), self.n_ctx - self.length)
         return min(room, self.queries.ring) if self.scoring is not None and self.queries.ring else room
 
     @property
     def branch_room(self) -> int:
-        """The same for trees; 0 where a step can verify none.
+        """Most lookahead positions of a tree; 0 where a step can verify none.
 
-        A window or recurrent state has no branches, and a stage shows rows in order.
+        A window or recurrent state has no branches, and a layer buffer shows rows in order.
         """
         return self.draft_places if self.engine.info.branches and not self.reading.answers_exactly else 0
 
     def verify(self, tokens: Int32s, branches: Branches | None = None) -> None:
-        """Evaluate tokens ahead of the text, in one step that keeps the logits of each of them.
+        """Evaluate draft rows in one step that keeps the logits of each of them.
 
-        They fit the step and `room_ahead`, as does the room of a tree. `keep` says which of them are of the text, from
-        then on in `length`, and whatever changes the text next settles them: until then nothing of them is saved or
-        scored, and the others have never been.
+        The tokens fit the step and `room_ahead`, and so does the room of a tree. `keep` accepts rows, which `length`
+        then counts. The next change of the text settles them. Until then no draft row is saved or scored, and rejected
+        rows leave no trace.
         """
         self.finish(self.prepare_drafts(tokens, branches))
 
@@ -400,21 +402,23 @@ class Sequence:
         return self.prepare_answer(tokens, EVERY, ahead=room, branches=branches)
 
     def begin_self_draft(self, room: int) -> None:
-        """Rows for so many tokens follow, which see what is in the pool and are not to stay: see `SelfDraft`."""
+        """Make room for a self-draft of `room` tokens, which sees the pool and is dropped as a whole: see
+        `SelfDraft`.
+        """
         self.begin(room)
         if self.scoring is not None and self.scoring.is_ready:
             self.relevance.take_ready()
 
     def accept(self) -> None:
-        """Add the draft rows that were kept to the text, and drop the others."""
+        """Add the accepted draft rows to the text, and drop the others."""
         self.unfinished.settle()
         if self.ahead:
             self.settle()
 
     def keep(self, row: int) -> None:
-        """Accept one more draft row: `length` counts it, and whatever settles the rows keeps it.
+        """Accept one more draft row: `length` counts it, and settling keeps it.
 
-        It is the next row of a chain, or a child of the last one in a tree.
+        It is the next row of a chain, or a child of the last accepted row of a tree.
         """
         rows = self.draft_rows
         assert rows is not None
@@ -424,11 +428,10 @@ class Sequence:
             self.logits = Logits(rows.start, rows.kept, path=rows.path)
 
     def settle(self) -> None:
-        """Complete or take back what an interrupt has left half done. Every change of the text begins so.
+        """Complete or undo what an interrupt left half done. Every change of the text begins with this.
 
-        The draft rows that were accepted are of the text then; the others have never been. Where recurrent state cannot
-        go back to them, the accepted rows are read once more. DeviceLost, and no change, where a server does not answer
-        any more.
+        Accepted draft rows join the text, and rejected ones leave no trace. Where recurrent state cannot roll back to
+        the accepted rows, they are evaluated again. DeviceLost, and no change, where a server no longer answers.
         """
         kept = 0 if self.draft_rows is None else self.draft_rows.kept
         if self.engine.is_lost:  # asked before each token
@@ -451,7 +454,7 @@ class Sequence:
             self.paging.save()
 
     def _take_rows(self, rows: DraftRows, order: npt.NDArray[np.intp]) -> None:
-        """Take the accepted draft rows over and drop the others. It can be done again wherever it was interrupted.
+        """Take the accepted draft rows over and drop the others. It can be repeated after an interrupt.
 
         order: of the captured queries before.
         """
@@ -476,10 +479,10 @@ class Sequence:
     # --- cut
 
     def truncate(self, length: int) -> int:
-        """Forget tokens from `length` on, on both tiers. Returns the length that is left.
+        """Forget tokens from `length` on, in the pool and on the host. Returns the length that is left.
 
-        That is `length` itself, or where an image begins whose rows share a position with it, unless recurrent state or
-        a sliding window cannot go back so far: then it is the nearest checkpoint before it, or 0. Nothing is evaluated
+        That is `length` itself, or the beginning of an image whose rows share a position with it. If recurrent state or
+        a sliding window cannot roll back so far, it is the nearest checkpoint before it, or 0. Nothing is evaluated
         here. ConfigError for a negative length.
         """
         if length < 0:
@@ -493,9 +496,9 @@ class Sequence:
         return self.length
 
     def _cut(self, length: int, *, direct: bool) -> None:
-        """Forget tokens from `length` on. It can be done again wherever it was interrupted.
+        """Forget tokens from `length` on. It can be repeated after an interrupt.
 
-        direct: nothing has to be restored for it.
+        direct: no checkpoint has to be restored for it.
         """
         if not (direct and self.engine.truncate(length, seq=self.seq)):
             length = self.checkpoints.rewind_to(length)
@@ -510,7 +513,9 @@ class Sequence:
         self.events.truncated(length, self.table.resident_chunks)
 
     def can_truncate(self, length: int) -> bool:
-        """Would `truncate` leave exactly `length` tokens? Recurrent state goes back within a step at most."""
+        """Return whether `truncate` would leave exactly `length` tokens. Recurrent state rolls back within a step at
+        most.
+        """
         if length in (0, self.length):
             return True
         window = self.engine.info.n_swa  # which a token at `length` has to find
@@ -519,7 +524,7 @@ class Sequence:
         return window == 0 or self.engine.window_start(seq=self.seq) <= max(0, length - window)
 
     def truncates_to(self, length: int) -> int:
-        """What `truncate` would leave."""
+        """Return the length that `truncate` would leave."""
         if length >= self.length:
             return self.length
         length = self.engine.whole(length, seq=self.seq)
@@ -531,7 +536,9 @@ class Sequence:
         self.unfinished.settle()
 
     def clear(self, empty: Callable[[], None] | None = None) -> None:
-        """What `reset` does, `empty` in place of all memory of the engine. Can be done again wherever interrupted."""
+        """Do the work of `reset`, with `empty` in place of clearing the engine's memory. It can be repeated after an
+        interrupt.
+        """
         self.logits = NO_LOGITS
         self.draft_rows = None
         (empty or partial(self.engine.clear, seq=self.seq))()
@@ -552,7 +559,7 @@ class Sequence:
         self.table.pin_range(lo, hi)
 
     def _truncated(self, length: int) -> None:
-        """The text has been cut to `length` tokens. Can be called again."""
+        """Tell the follower and the policy that the text has `length` tokens left. It can be repeated."""
         if self.follower is not None:
             self.follower.truncated(length)
         self.relevance.truncated(length)
@@ -561,7 +568,7 @@ class Sequence:
 
     def close(self, outlived: Callable[[], ExitStack] = ExitStack) -> None:
         """Wait for all work and free everything. On a thread that scores or copies, where a garbage collector may run,
-        that comes behind what it does, and what `outlived` gives comes after that.
+        the work of that thread comes first, and the callbacks that `outlived` returns come last.
         """
         workers = [*self.checkpoints.workers, *(() if self.scoring is None else self.scoring.workers)]
         here = next((worker for worker in workers if worker.is_here), None)
@@ -581,6 +588,6 @@ class Sequence:
         self.pool.leave(self.seq)
 
     def check_open(self) -> None:
-        """KVFlashError for a model that was closed."""
+        """Raise KVFlashError if the model was closed."""
         if self.engine.closed:
             raise KVFlashError(CLOSED)

@@ -1,4 +1,4 @@
-"""A second context on a loaded model, whose keys and queries can be read: for a drafter, and to calibrate a model."""
+"""A second context on a loaded model, whose keys and queries can be read: for a drafter, and for calibration."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .sequence import Sequence
 
 
 class Sidecar:
-    """A session that holds its whole context, and has the page images of its sealed chunks on the host.
+    """A sequence that holds its whole context, and has the page images of its sealed chunks on the host.
 
-    model: a llama_cpp LlamaModel, which must outlive this. query_rows: newest queries that are kept. step: tokens that
-    are read at once. settings: llama_context_params to take from what concerns the machine (threads). rope: fields of
-    llama_context_params that say how positions are encoded, where the model's file is not to say it. Raises what
-    llama.cpp's wrappers and the engine raise if the model cannot run in a pool, or there is no memory.
+    model: a llama_cpp LlamaModel, which must outlive this. query_rows: newest queries to keep. step: tokens to evaluate
+    at once. settings: llama_context_params for the number of threads. rope: fields of llama_context_params for the
+    encoding of positions, in place of the model file's. Raises the errors of llama.cpp's wrappers and of the engine if
+    the model cannot run in a pool, or there is no memory.
     """
 
     def __init__(
@@ -59,8 +59,9 @@ class Sidecar:
 
     @staticmethod
     def slot_shares(model: Any, settings: Any) -> tuple[int, ...]:
-        """Bytes that a token takes of each device, and of the host. UnsupportedModelError if the model cannot run in a
-        pool."""
+        """Return the bytes that a token takes of each device, and of the host. UnsupportedModelError if the model
+        cannot run in a pool.
+        """
         return native.probe(
             ctypes.cast(model.model, ctypes.c_void_p).value or 0,
             type_k=llama_cpp.GGML_TYPE_F16,
@@ -70,16 +71,18 @@ class Sidecar:
         )
 
     def read(self, tokens: Int32s, *, progress: Progress | None = None) -> None:
-        """Read on, and copy the chunks that this has sealed to the host."""
+        """Evaluate tokens, and copy the chunks that they sealed to the host."""
         extend(self.session, np.asarray(tokens, np.int32), progress=progress)
         self.session.paging.save()
 
     def truncate(self, length: int) -> int:
-        """Forget tokens from `length` on; how many are left, which is less if the memory cannot go back just so far."""
+        """Forget tokens from `length` on. Returns how many are left: fewer if the memory cannot roll back just so
+        far.
+        """
         return self.session.truncate(length)
 
     def request(self, rows: int) -> ScoreRequest:
-        """The sealed chunks, and the queries of at most so many of the newest tokens."""
+        """Return a score request for the sealed chunks, with the queries of at most `rows` of the newest tokens."""
         session, ring = self.session, self.session.queries
         rows = min(rows, ring.rows, session.length)
         queries = ring.newest_now(session.length, rows)

@@ -1,4 +1,4 @@
-"""The attention span of a step: the pool, or chunks that it streams in the pool's place."""
+"""The attention span of a step: the pool, or chunks that it streams in place of the pool."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class AttentionSpan:
-    """What the steps of one text see: the pool, or in its place chunks in the stages.
+    """Decides what the steps of one text see: the pool, or chunks in the layer buffers.
 
     bounded: the text can outgrow its share of the pool, whose first block is `first`.
     """
@@ -30,17 +30,17 @@ class AttentionSpan:
 
     @property
     def tokens(self) -> int:
-        """Tokens that a streamed step can see at the least, its own with them; 0 without stages."""
+        """Tokens that a streamed step can see at least, its own included; 0 without layer buffers."""
         most = self._pool.heap.most
         return self._pool.stage_slots if most is None else min(self._pool.stage_slots, most * CHUNK)
 
     def of(
         self, plan: Plan, start: int, count: int, ranking: Ranking | None, *, stream: bool
     ) -> tuple[View | None, bool]:
-        """What a step of `count` tokens at `start` sees in place of the pool, and whether it sees everything.
+        """Return the view of a step of `count` tokens at `start`, None for the pool, and whether it sees everything.
 
-        stream: it may read stages. It does so, too, where the pool has everything in other blocks than a full cache
-        would: attention sums in their order, and rounds otherwise.
+        stream: the step may use layer buffers. It also uses them where the pool has the whole text, but in other blocks
+        than a full cache: attention sums in the order of blocks, and would round differently.
         """
         if not self._bounded:
             return None, True

@@ -1,4 +1,4 @@
-"""One step of a sequence: what it computes, what it keeps, and what becomes of it."""
+"""One step of a sequence: its tokens, its plan, its outputs, and its result."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .draft_rows import DraftRows
 from .query_ring import QueryRing
 
 AfterStep = Callable[[int, int], None]
-"""Called as (start, count) once a text has the tokens of a step, while their logits are at hand."""
+"""Called as (start, count) once a text has the tokens of a step, while their logits are available."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """What is kept of a step: logits of every token, or of the last. asked: attention masses, if it is streamed."""
+    """The outputs of a step: logits of every token, or of the last. asked: attention scores, if it is streamed."""
 
     every: bool
     last: bool
@@ -35,7 +35,7 @@ LAST = Output(every=False, last=True)
 
 @dataclass(slots=True)  # not frozen, as little as a step is
 class Logits:
-    """Of which positions logits are at hand: of `count` from `start` on, in rows of the newest step.
+    """The positions whose logits are available: `count` from `start` on, in rows of the newest step.
 
     first: the row of the first of them; from the end, if it is negative. path: their rows, if these are not in order.
     """
@@ -46,14 +46,14 @@ class Logits:
     path: tuple[int, ...] = ()
 
     def row(self, pos: int) -> int | None:
-        """The row of a position, None if its logits are not at hand."""
+        """Return the row of a position, None if its logits are not available."""
         at = pos - self.start
         if not 0 <= at < self.count:
             return None
         return self.path[at] if self.path else self.first + at
 
     def before(self, length: int) -> Logits:
-        """Without those of positions from `length` on."""
+        """Return these logits without positions from `length` on."""
         return replace(self, count=max(0, min(self.count, length - self.start)))
 
 
@@ -67,11 +67,11 @@ class Step:
     seq: the sequence. start: position of the first token. mask, queries: of the sequence. view: the chunks that the
     step sees in place of the pool. whole: it sees all of the text before it. after: called when it is committed.
     generated: its tokens are of an answer. ahead: its tokens are draft rows, and there is room for so many; 0 if they
-    are of the text. branches: how the rows of a tree lie. before: the draft rows that it follows. state: what is not
-    pooled, as it was before the draft rows; None if it can go back by itself. wait: the transfer that must be done
-    before it is computed. streamed: the images of `view` while it runs. first: its first row among the steps that run
-    with it. codes: what llama_decode has answered; empty until it has run. likeliest: the token after each row
-    with logits, where somebody has looked for them.
+    are of the text. branches: the rows of a tree. before: the draft rows that it follows. state: recurrent state before
+    the draft rows; None if the memory can roll back by itself. wait: the transfer that must be done before it is
+    computed. streamed: the images of `view` while it runs. first: its first row among the steps that run with it.
+    codes: the results of llama_decode; empty until it has run. likeliest: the likeliest token of each row with logits,
+    where it was computed.
     """
 
     seq: int
@@ -123,21 +123,21 @@ class Unfinished:
 
 
 class Follower(Protocol):
-    """Is told what becomes of a text. Each can be told again if it was interrupted."""
+    """Is told of every change of a text. Each call can be repeated after an interrupt."""
 
     def evaluated(self, start: int, tokens: Int32s, *, ahead: bool) -> None:
-        """A step has computed these tokens; ahead: they are not of the text yet."""
+        """A step has computed these tokens; ahead: they are draft rows."""
         ...
 
     def retained(self, length: int) -> None:
-        """The rows ahead that the newest step has computed end at this position: others will follow them there.
+        """The draft rows of the newest step end at `length`: other rows will follow there.
 
-        What is settled next is that none of them has been.
+        The rows of a self-draft are never accepted: an empty path settles them.
         """
         ...
 
     def settled(self, path: abc.Sequence[int]) -> None:
-        """Of the rows ahead these are of the text now, in this order; the others have never been."""
+        """The draft rows of `path` have joined the text, in this order; the other draft rows are gone."""
         ...
 
     def truncated(self, length: int) -> None:
@@ -145,9 +145,11 @@ class Follower(Protocol):
         ...
 
     def state(self) -> abc.Sequence[SavedDraft]:
-        """What is known of the text, to be adopted later. It goes on unchanged."""
+        """Return the drafters' states for the text, to be loaded later. They go on unchanged."""
         ...
 
     def load(self, saved: abc.Sequence[SavedDraft], tokens: Int32s) -> None:
-        """After it was cut to nothing, the text is this, of which so much is known. What does not fit is left out."""
+        """Continue with a restored text of these tokens, after it was cut to nothing. States that do not fit are
+        ignored.
+        """
         ...

@@ -1,4 +1,4 @@
-"""Steps of several texts on one pool, computed in one step of the engine. What goes wrong with one is its own."""
+"""Computes steps of several texts on one pool in one step of the engine. An error of one text stays its own."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Prepared = tuple[Text, Step]
 def compute(prepared: Sequence[Prepared], *, again: bool = True) -> list[Exception | None]:
     """Compute prepared steps of different texts on one pool together, at most `n_ubatch` tokens in all.
 
-    With recurrent state (`engine.info.recurrent`) all of them have equally many tokens: a prompt is read beside nobody.
+    With recurrent state (`engine.info.recurrent`) all steps have equally many tokens: a prompt is read alone.
 
-    Returns what went wrong with each step, None where its text has its tokens. Any other text is as it was before.
+    Returns the error of each step, None where its text has its tokens. A text with an error is as it was before.
 
-    If the engine refuses the step, or logits of a text are not finite, the steps in question are undone, their slots
-    are zeroed, and each is computed again alone, unless recurrent state had to go back further. Logits are at hand
-    until the next step on the pool. Prompt steps without logits are not checked. A step that streams, or verifies a
-    tree, is the only one: the stages hold one text.
+    If the engine refuses the step, or logits of a text are not finite, these steps are undone, their slots are zeroed,
+    and each is computed again alone, unless recurrent state had to roll back further. Logits are available until the
+    next step on the pool. Prompt steps without logits are not checked. A step that streams, or verifies a tree, is the
+    only one: the layer buffers hold one text.
 
-    again: False where tokens are drawn from the logits of other texts first. The caller then computes each step without
+    again: False if the caller first draws tokens from the logits of other texts. It then computes each step without
     `codes` alone.
     """
     assert len(prepared) == 1 or all(step.view is None and step.branches is None for _, step in prepared)
@@ -40,7 +40,7 @@ def compute(prepared: Sequence[Prepared], *, again: bool = True) -> list[Excepti
 
 
 def _attempt(prepared: Sequence[Prepared], errors: dict[int, Exception], again: bool) -> None:
-    """Compute steps together, and note by sequence what went wrong."""
+    """Compute steps together, and note errors by sequence."""
     ready: list[Prepared] = []
     for text, step in prepared:
         try:
@@ -76,14 +76,13 @@ def _attempt(prepared: Sequence[Prepared], errors: dict[int, Exception], again: 
 
 
 def _spoiled(ready: Sequence[Prepared]) -> list[Prepared]:
-    """The steps with logits that are not finite. Waits for the compute."""
+    """Return the steps with logits that are not finite. Waits for the compute."""
     return [] if _are_finite(ready) else [one for one in ready if not _are_finite([one])]
 
 
 def _are_finite(ready: Sequence[Prepared]) -> bool:
-    """Look at all rows in one call: with 16 texts, calls of one row each would take a twentieth of a step's Python.
-
-    The likeliest tokens are noted, since logits take long to look at.
+    """Check all rows in one call, and note the likeliest tokens. With 16 texts, calls of one row each would take a
+    twentieth of a step's Python time.
     """
     rows: list[int] = []
     begins: list[tuple[Step, int]] = []
@@ -103,7 +102,7 @@ def _are_finite(ready: Sequence[Prepared]) -> bool:
 
 
 def _fail(text: Text, step: Step, why: Exception, errors: dict[int, Exception]) -> None:
-    """A step comes to nothing. No kernel may meet its rows, which another text does not see: they are zeroed."""
+    """Undo a step, and zero its rows: no kernel may meet their values, although no other text sees them."""
     errors[step.seq] = why
     if step.codes and not isinstance(why, DeviceLost):
         layout, at, end = step.plan.layout, step.start, step.start + len(step.tokens)
@@ -117,7 +116,7 @@ def _fail(text: Text, step: Step, why: Exception, errors: dict[int, Exception]) 
 
 
 def _count(text: Text, step: Step, errors: dict[int, Exception]) -> None:
-    """A step counts. What fails behind it is told; its tokens are of the text all the same."""
+    """Commit a step. A later error is noted; the text has its tokens all the same."""
     try:
         text.commit(step)
         if step.generated and not step.ahead:

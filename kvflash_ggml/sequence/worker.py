@@ -11,7 +11,7 @@ from ..interrupts import held_back
 
 
 class Worker:
-    """The thread begins with the first work, and ends with `close`, not when nobody knows it any more."""
+    """The thread begins with the first work and ends with `close`, not when the last reference goes."""
 
     def __init__(self, name: str) -> None:
         self._thread: int | None = None
@@ -23,19 +23,19 @@ class Worker:
 
     @property
     def is_here(self) -> bool:
-        """Is the caller on its thread? A garbage collector may be anywhere."""
+        """Whether the caller is on this thread. A garbage collector may be anywhere."""
         return get_ident() == self._thread
 
     def submit(self, work: Callable[..., object], *args: object) -> Future:  # type: ignore[type-arg]
-        """Do it after all that was submitted before."""
+        """Run work after all earlier work."""
         return self._executor.submit(work, *args)
 
     def finish(self, close: Callable[[], None], then: ExitStack) -> None:
-        """Do both on its thread, once it has done what it was given. What they raise is logged."""
+        """Run both on the thread after all earlier work. Their errors are logged."""
         then.callback(close)
         self.submit(then.close).add_done_callback(Future.result)
 
     def close(self) -> None:
-        """Do what was submitted, and end. Waits for that, but for a caller on its thread."""
+        """Do all submitted work, and end. Waits for it, except on this thread."""
         with held_back():
             self._executor.shutdown(wait=not self.is_here)

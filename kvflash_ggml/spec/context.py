@@ -1,6 +1,4 @@
-"""A drafter's own context on stock llama.cpp, with a window of the text. Only this file turns addresses into
-pointers.
-"""
+"""A drafter's own context on stock llama.cpp. Only this file turns addresses into pointers."""
 
 from __future__ import annotations
 
