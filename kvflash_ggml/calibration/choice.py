@@ -227,7 +227,7 @@ def _parse(facts: Any) -> Calibration:
         )
         for x in facts["heads"]
     )
-    agreed, title = facts.get("agreed"), facts.get("title")  # older files do not say
+    agreed, title = facts.get("agreed"), facts.get("title")  # older files lack them
     return Calibration(
         model=str(facts["model"]),
         questions=_whole(facts["questions"]),

@@ -47,7 +47,7 @@ class HeadFinder:
         self._thread: Thread | None = None
         # until Python 3.13 an interrupted `Thread.join` says of a thread that runs that it has ended
         self._ended = Event()
-        self._outlived = ExitStack()  # what the thread frees in the end
+        self._outlived = ExitStack()  # freed by the thread at its end
         self._progress: Progress | None = None
         self._pace = Pace(STEP)
         self._expected: float | None = None  # seconds
@@ -58,7 +58,7 @@ class HeadFinder:
         if given is not None:
             self._take(self._load(given))
             return
-        with suppress(ConfigError):  # there is none, or it is damaged: then it is made
+        with suppress(ConfigError):  # no file, or a damaged one: a calibration makes it
             self._take(self._load(heads_file(self._subject.identity)))
 
     @property
@@ -89,7 +89,7 @@ class HeadFinder:
             return
         thread = Thread(target=self._run, name="kvflash-calibrate", daemon=True)
         self._ended.clear()
-        self._thread = thread  # before it runs: a garbage collector may call `close` on it at once
+        self._thread = thread  # before it starts: a garbage collector may call `close` there at once
         atexit.register(self.close)  # the model must not go while the thread computes with it
         try:
             thread.start()
@@ -129,7 +129,7 @@ class HeadFinder:
         self._stop.set()
         self._idle.set()
         if self._thread is current_thread():
-            # a garbage collector runs on it and closes the model, with which it still computes: that waits for its end
+            # a garbage collector closes the model on the thread that computes with it: wait for the thread's end
             self._outlived.callback(self._model._exit_stack.pop_all().close)
             atexit.unregister(self.close)
             return
@@ -137,7 +137,7 @@ class HeadFinder:
         while self.is_finding:
             try:
                 self._ended.wait()
-            except KeyboardInterrupt:  # what is closed next must not go while the thread computes with it
+            except KeyboardInterrupt:  # the caller closes the model next, and the thread still computes with it
                 interrupted = True
         atexit.unregister(self.close)
         if interrupted:

@@ -126,7 +126,7 @@ class SidecarReader:
         request = self._side.request(len(tokens))
         masses = self._side.keys.score_keys(range(request.n_chunks), request)
         left = self._side.truncate(len(self._document))
-        self._read(self._document[left:])  # what the memory could not keep
+        self._read(self._document[left:])  # tokens that the memory could not keep
         return masses.reshape(self.n_heads, request.rows, request.n_chunks)
 
     def _read(self, tokens: Int32s) -> None:

@@ -53,7 +53,7 @@ class PageHeap:
         self._spill = None if spill is None else SpillFile(spill, page_bytes)
         self._slabs = Slabs(memory, page_bytes, self._most)
         self._pages: OrderedDict[PageImage, None] = OrderedDict()  # in memory, the longest-waiting first
-        self._orphans: list[PageImage] = []  # without a holder, to be discarded when their leases have ended
+        self._orphans: list[PageImage] = []  # pages without a holder, discarded when their leases end
         self._leases = Leases()
         self._reads: list[Read] = []  # under way
         self._reclaimers: list[Callable[[], bool]] = []
@@ -231,12 +231,12 @@ class PageHeap:
             try:
                 return self._bring(lease)
             except AllLeased:
-                self._end(lease)  # others may wait for what it has
+                self._end(lease)  # other leases may wait for its pages
                 if not self._wait_for_another(lease.thread, ended + 1):
                     raise
 
     def _end(self, lease: Lease) -> None:
-        lease.pages.clear()  # all at once, so that an interrupt cannot end half of it
+        lease.pages.clear()  # at once, so that an interrupt cannot end half of the lease
         with self._lock:
             self._leases.ended += 1
             self._discard_orphans()
@@ -325,7 +325,7 @@ class PageHeap:
                 return read
         return None
 
-    # --- the books; whoever calls these has the lock, but for _room and _reclaim
+    # --- the books; callers hold the lock, except for _room and _reclaim
 
     def _keep(self, page: PageImage, lease: Lease) -> None:
         """Lease a page in memory, as the newest one."""
@@ -380,7 +380,7 @@ class PageHeap:
                     address = self._slabs.take(few=few)
                 if not address and not self._reclaim():
                     with self._lock:
-                        if not page.address:  # else nothing else may be left that could leave
+                        if not page.address:  # otherwise this might evict for nothing
                             address = self._slabs.take(few=few) or self._evict(lease.thread)
             except HostMemoryError:
                 if not self._reclaim():
@@ -396,7 +396,7 @@ class PageHeap:
 
     def _evict(self, thread: int) -> int:
         """Evict a page from memory and return its address: the oldest with a source, or else the oldest, spilled."""
-        others = self._leases.threads - {thread}  # before the pages, since a lease can end in between
+        others = self._leases.threads - {thread}  # before the pages: a lease can end in between
         leased = self._leases.pages
         able = [page for page in self._pages if page not in leased]
         page = next((page for page in able if page.source is not None), None)

@@ -94,7 +94,7 @@ class Lease:
         self.wanted = wanted
         self.least = least
         self.thread = get_ident()
-        self.pages: set[PageImage] = set()  # that may not move; none before it begins and once it has ended
+        self.pages: set[PageImage] = set()  # pages that may not move; none before the lease begins and after it ends
         self._begin = begin
         self._end = end
 

@@ -109,7 +109,7 @@ class Slabs:
 
     def _add_slab(self, *, few: bool) -> None:
         ahead, self._next = self._next, None
-        if ahead is None or ahead.exception() is not None:  # what was refused ahead of need may be had now
+        if ahead is None or ahead.exception() is not None:  # memory that was refused ahead of need may be available now
             count = self._slab_pages(few=few and self._made > 0)
             address = self._new_slab(count)
         else:
@@ -157,7 +157,7 @@ class SpillFile:
         self._free: list[int] = []
         self._checksums: dict[int, int] = {}  # of the image at each place
         self._said = ""
-        self.full = False  # it has not taken the last image
+        self.full = False  # the disk refused the last image
 
     @property
     def used(self) -> int:

@@ -1,5 +1,4 @@
-"""The attention of a small model: it reads the same text, and the chunks that its newest tokens attend to stay
-resident.
+"""The attention of a small model that reads along: the chunks that its newest tokens attend to stay resident.
 
 The small model keeps its KV between scores, so each token goes through it once. If its context is shorter than the
 text, it reads the newest part, and chunks before that part keep their last scores. Those are shares of another window's
@@ -111,8 +110,8 @@ class Window:
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self._text: Int32s = np.empty(0, np.int32)
-        self.base = 0  # where the drafter's memory begins in the text
-        self.pushed = 0  # tokens, since the beginning
+        self.base = 0  # position in the text where the drafter's memory begins
+        self.pushed = 0  # tokens pushed since the beginning
 
     @property
     def first(self) -> int:
@@ -125,7 +124,7 @@ class Window:
         if same < len(self._text):
             self._cut(same - QUERY_ROWS)
         if len(text) - self.base > self._drafter.n_ctx:
-            # half the window stays free, so that a growing text is read twice and no oftener
+            # half the window stays free, so that a growing text is read at most twice
             self.base = round_up(len(text) - self._drafter.n_ctx // 2, CHUNK)
             self._drafter.truncate(0)
         new = text[self.base + self._drafter.length :]
@@ -219,11 +218,11 @@ class DrafterScorer:
         self._source = source
         self._idle = idle
         self._reader: Reader | None = None
-        self._reading = False  # this text
+        self._reading = False  # whether it reads this text
         self._failed = False
         self._reported: set[str] = set()
         self._scores: Floats = np.empty(0, np.float32)
-        self._resume: tuple[DrafterState, Int32s] | None = None  # for when it is loaded
+        self._resume: tuple[DrafterState, Int32s] | None = None  # state for the reader, until it is loaded
 
     def open(self, keys: Keys, n_chunks: int) -> None:
         self._scores = np.full(n_chunks, np.nan, np.float32)

@@ -113,7 +113,7 @@ def attention_shares(masses: Floats) -> Floats:
     A column counts by the largest share of one chunk in it. A head without a peak averages over the text, and would
     lose little by reading a sample. Where the attention is on one chunk, its absence is felt.
     """
-    masses = masses[:: len(masses) // MAX_COLUMNS | 1]  # an odd step, so that every row comes up
+    masses = masses[:: len(masses) // MAX_COLUMNS | 1]  # an odd step, so that every row is sampled
     total, weight = np.zeros(masses.shape[1], np.float32), np.float32(0)
     for first in range(0, len(masses), BLOCK):
         part = masses[first : first + BLOCK]
@@ -128,7 +128,7 @@ def attention_shares(masses: Floats) -> Floats:
     return mean
 
 
-# --- a fact across two chunks: the query that finds it attends to its beginning
+# --- a fact across two chunks: the query attends only to its beginning
 
 
 EDGE = 16

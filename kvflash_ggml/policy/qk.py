@@ -107,7 +107,7 @@ class QKScorer:
         if not self._rows:
             return  # not open yet
         rows, had = self._rows, self._units
-        self._rows = [None] * len(rows)  # whatever fails here, no row of other units stays
+        self._rows = [None] * len(rows)  # first: if this fails, no row of other units stays
         self._set_heads(heads)
         parts, units = self._parts(had), [tuple(unit) for unit in self._units.tolist()]
         if all(unit in parts for unit in units):
@@ -122,7 +122,9 @@ class QKScorer:
     def _set_heads(self, heads: Heads) -> None:
         shapes = self._keys.shapes
         self._heads, self._units = heads, units_of(heads, shapes)
-        self._work = CHUNK * sum(shapes[layer].head for layer, _ in heads.tolist())  # of a chunk and a row
+        self._work = CHUNK * sum(
+            shapes[layer].head for layer, _ in heads.tolist()
+        )  # multiplications of a chunk and a query row
 
     def seal(self, chunk: int) -> None:
         self._rows[chunk] = self._keys.index(chunk, self._units)

@@ -46,7 +46,7 @@ class SlotMask:
         self._open = dtype.type(0)
         self._closed = dtype.type(-np.inf)
         self._triangle = np.where(np.tri(CHUNK, dtype=bool), self._open, self._closed)
-        self._base = -2  # the last position that its row shows, when nothing has moved since
+        self._base = -2  # last position in the newest row, if that row can be extended
         self._row = 0
 
     def place(self, block: int, chunk: int) -> None:
@@ -146,7 +146,7 @@ class AlibiMask(SlotMask):
         return rows
 
 
-# --- steps that do not read the pool: chunks in order, and the mask over the rows of a layer buffer
+# --- streamed steps: chunks in order, and the mask over the rows of a layer buffer
 
 
 Halves = npt.NDArray[np.float16]
@@ -210,7 +210,7 @@ class StageMask:
         Every token sees what comes before that column. Of the rest a token sees what is at or before its position, or
         everything if the tokens are `mutual`.
         """
-        if self._filled != (view.rows, count, mutual):  # a prompt is read in steps that are alike
+        if self._filled != (view.rows, count, mutual):  # steps of a prompt are alike
             seen = np.tri(count, self._data.shape[1], view.rows, dtype=bool)
             seen[:, : view.rows + count] |= mutual
             self._data[:count] = np.where(seen, np.float16(0), np.float16(-np.inf))
@@ -232,7 +232,7 @@ class AlibiStageMask(StageMask):
         return rows, 0
 
 
-# --- the rows of a tree, and where those of its path go, as positions counted from the root
+# --- the rows of a tree, and the places of its path, as positions counted from the root
 
 
 @dataclass(frozen=True, slots=True, eq=False)

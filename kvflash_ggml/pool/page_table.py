@@ -196,7 +196,7 @@ class PageTable:
             raise ConfigError(f"a pin is [lo, hi) with 0 <= lo < hi, not [{lo}, {hi})")
         first, end = lo // CHUNK, (hi - 1) // CHUNK + 1
         if not self.bounded:
-            end = min(end, self.blocks.count)  # there are no later chunks
+            end = min(end, self.blocks.count)  # later chunks do not exist
         self._check_pins(end - first, f"pinning [{lo}, {hi})")  # before a set of any size is made
         pins = self.pins.union(range(first, end))
         self._check_pins(len(pins), f"pinning [{lo}, {hi})")
@@ -264,7 +264,7 @@ class PageTable:
         if places is not None:
             moves = moves_between(old.chunks, chunks, self.images)
         if first in self.images:
-            moves.drop.append(first)  # its bytes are about to change
+            moves.drop.append(first)  # its bytes change in the step
         there = tuple(sorted(stay.union(missing)))
         epoch = old.epoch + bool(moves)
         return Plan(Layout(chunks, start + count, clock, epoch, True, there), moves)
@@ -288,7 +288,7 @@ class PageTable:
         """Take a plan over whose moves are done. Repeat it if it was interrupted."""
         for c in plan.moves.drop:
             self.images.drop(c)
-        self.layout = plan.layout  # last: until then the plan tells what is left to drop
+        self.layout = plan.layout  # last: until then the plan names the images left to drop
 
     def commit_ahead(self, plan: Plan) -> None:
         """Take a plan over whose moves are done and whose rows are draft rows. `accept` follows."""
@@ -313,7 +313,7 @@ class PageTable:
         chunks, moves = old.chunks[: -(-length // CHUNK)], Moves()
         for c in range(len(chunks), len(old.chunks)):
             moves.evict.append((c, old.chunks[c].block))
-        # the window before the span was that of its last chunk, which may be gone
+        # the tail was that of the last draft chunk, which may be gone
         settled = old.settled and not moves
         there = tuple(c for c in old.resident_chunks if c < len(chunks))
         return Plan(Layout(chunks, length, old.clock, old.epoch + bool(moves), settled, there), moves)

@@ -92,12 +92,12 @@ def few_moves(ranking: Ranking, inside: Chunks, outside: Chunks, *, margin: floa
     """
     inside, outside = inside[inside < len(ranking)], outside[outside < len(ranking)]
     if not len(inside) or not len(outside) or ranking[outside].max() < ranking[inside].min() + margin:
-        return None  # so it is after most looks
+        return None  # the usual case
     leave = inside[np.lexsort((inside, ranking[inside]))]
     come = outside[np.lexsort((-outside, -ranking[outside]))]
     at_once = min(most, len(leave), len(come))
     new, old = ranking[come[:at_once]], ranking[leave[:at_once]]
-    count = int(((new >= old + margin) & (new > old)).sum())  # the first: the gain only falls
+    count = int(((new >= old + margin) & (new > old)).sum())  # the first of them: the gain only falls
     if count == 0:
         return None
     there, gone = np.append(leave[count:], come[:count]), np.append(come[count:], leave[:count])

@@ -26,7 +26,7 @@ class Checkpoints:
         self._engine = engine
         self._seq = seq
         self._most = most if engine.info.recurrent or engine.info.n_swa > 0 else 0
-        # along a prompt half of them: the others are for where it ends, which is where texts go on
+        # half of them along a prompt; the others for its end, where texts continue
         self._step = max(8192, 2 * n_ctx // max(1, most))
         self._copies = StateCopies(engine, seq)
         self._states: dict[int, Blob] = {}
@@ -104,7 +104,7 @@ class Checkpoints:
                 return at
         except SnapshotError as err:
             logger.warning("the checkpoint at %d cannot be restored: %s", at, err)
-        # what is half restored may not be continued
+        # a half restored state may not be continued
         self._states.clear()
         self._engine.clear(seq=self._seq)
         return 0

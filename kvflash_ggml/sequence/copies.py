@@ -35,7 +35,7 @@ class StateCopies:
         self._engine = engine
         self._seq = seq
         self._address = self._size = 0
-        self._newest: Callable[[], Blob | None] = lambda: None  # whose bytes are in the page-locked memory
+        self._newest: Callable[[], Blob | None] = lambda: None  # the blob whose bytes are in the page-locked memory
 
     def copy(self) -> Blob:
         """Return the present state. SnapshotError if that fails."""
@@ -46,7 +46,7 @@ class StateCopies:
         staged, data = engine.view(self._address, size), room_for(size)
         engine.read_state(staged, seq=self._seq)
         copied = Copied(data, self._spread(staged, data))
-        self._newest = ref(copied)  # it is large: others say how long it stays
+        self._newest = ref(copied)  # weak, since it is large
         return copied
 
     def put(self, blob: Blob, end: int) -> None:
@@ -62,7 +62,7 @@ class StateCopies:
         """Make page-locked memory for `size` bytes free, and return whether there is any."""
         if size < LEAST:
             return False
-        wait([worker.submit(_nothing) for worker in self.workers])  # also for what an interrupt has left to them
+        wait([worker.submit(_nothing) for worker in self.workers])  # also for work that an interrupt left there
         self._newest = lambda: None
         if self._size < size:
             self._free()
@@ -76,7 +76,7 @@ class StateCopies:
         step = -(-len(a) // THREADS)
         starts = range(0, len(a), step)
         return [
-            worker.submit(np.copyto, b[at : at + step], a[at : at + step])  # others run meanwhile
+            worker.submit(np.copyto, b[at : at + step], a[at : at + step])  # releases the interpreter
             for worker, at in zip(self.workers, starts, strict=False)
         ]
 

@@ -40,7 +40,7 @@ class DeviceStates:
                 self._newest[seq] = kept = SavedState(None)
                 return kept
             except HostMemoryError as err:
-                self._on_host = True  # for good: asking again would take its time at each draft
+                self._on_host = True  # for good: another try at each draft would take time
                 logger.warning("recurrent state goes to the host and back at each draft that needs it: %s", err)
         return SavedState(self._engine.get_state(seq=seq))
 

@@ -43,14 +43,14 @@ class HostKeys:
         self._store = store
         self._threads = threads or most_threads(idle=False)
         self.shapes: Sequence[KeyShape] = key_shapes(engine)
-        # the rows of the newest look, and where they are: together, or an interrupt would leave those of two looks
+        # rows of the newest score and their addresses: one tuple, so that an interrupt cannot separate them
         self._known: tuple[list[Row], npt.NDArray[np.uint64]] = [], np.empty(0, np.uint64)
 
     def read(self, chunk: int) -> list[Floats]:
         return self._engine.keys(np.frombuffer(self._store.bytes_of(chunk), np.uint8))
 
     def read_head(self, chunk: int, layer: int, head: int) -> Floats:
-        with self._store.lease([chunk]) as (image,):  # no copy of all layers, for which the decode would wait
+        with self._store.lease([chunk]) as (image,):  # not `bytes_of`: the decode would wait for a copy of all layers
             self._engine.wait(self._store.ticket(chunk))
             page = np.frombuffer(self._engine.view(image, self._engine.info.page_bytes), np.uint8)
             return self._engine.head_keys(page, layer, head)

@@ -26,7 +26,7 @@ class MassReader:
 
     def __init__(self, engine: Engine, scorer: Scorer, ring: QueryRing) -> None:
         self.count = 0
-        self._why = ""  # there are none of the newest step that should have them
+        self._why = ""  # why the newest step has no scores
         self._engine = engine
         self._scorer = scorer
         self._ring = ring

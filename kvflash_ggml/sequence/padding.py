@@ -36,7 +36,7 @@ class Padding:
         self._engine = engine
         self._rows = rows
         self._ends = ends
-        engine.fix_view()  # bits can depend on how many slots a kernel reads
+        engine.fix_view()  # bits can depend on the number of slots that a kernel reads
         self._slot = info.n_slots - self.blocks(info.n_seq) * CHUNK
 
     @staticmethod
@@ -52,7 +52,7 @@ class Padding:
             slot = self._slot + row
             engine.seq[row], engine.pos[row], engine.slot[row] = seq, self._ends(seq), slot
             engine.token[row], engine.query_row[row] = 0, -1
-            engine.output[row] = 1  # the end of the model computes only rows with an output
+            engine.output[row] = 1  # the model's last layers compute only rows with an output
             if rows.owners[row] is not self:
                 rows.owners[row] = self
                 rows.data[row] = -float("inf")

@@ -89,7 +89,7 @@ class Paging:
 
         A chunk whose bytes are lost on the device stays on the host only.
         """
-        self._engine.synchronize()  # the ticket of a transfer may be lost
+        self._engine.synchronize()  # an interrupt may have lost the ticket of a transfer
         touched = moves.blocks
         for block in touched:
             self._hide(block)
@@ -118,7 +118,7 @@ class Paging:
 
     def _save(self, chunks: Sequence[int]) -> None:
         for chunk in chunks:
-            self.store.drop(chunk)  # an image that an interrupt has kept from being filled
+            self.store.drop(chunk)  # an interrupt may have left an unfilled image
         with self.store.allocate(chunks) as images, self._known_transfers():
             ticket = self._engine.page_out([self._table.chunks[chunk].block for chunk in chunks], images)
             self.store.in_use(chunks, ticket)
@@ -209,7 +209,7 @@ class Paging:
             with self.store.lease_some([chunk for chunk, _ in pages]) as images, self._known_transfers():
                 group, pages = pages[: len(images)], pages[len(images) :]
                 ticket = self._engine.page_in([block for _, block in group], images)
-                self.store.in_use([chunk for chunk, _ in group], ticket)  # it must outlive what reads it
+                self.store.in_use([chunk for chunk, _ in group], ticket)  # the image must outlive the transfer
             for chunk, block in group:
                 lo = chunk * CHUNK
                 self._engine.set_cells(block * CHUNK, lo, self._ids[lo : min(lo + CHUNK, length)], seq=self._seq)

@@ -132,7 +132,7 @@ class Pool:
             if len(text.table.held) > found[seq]:
                 text.shrink(found[seq])
         after = dealt([self._claim(seq, wanted) for seq in range(len(before))], found, total)
-        # an interrupt in between leaves each block with one text at most
+        # in two passes, so that after an interrupt no block has two owners
         for share, old, new in zip(self.shares, before, after, strict=True):
             there = set(old)
             share.order = [block for block in new if block in there]
@@ -162,14 +162,14 @@ class Pool:
         if self.engine.info.recurrent or self.engine.info.n_swa:
             for text in others:
                 if text.draft_rows is not None and text.draft_rows.state is None:
-                    text.settle()  # the step may take what it goes back to
+                    text.settle()  # the step may overwrite the state that it rolls back to
         if steps[0].generated:
             self.decoding = len(steps)
         engine, end, wait, codes = self.engine, 0, 0, steps[0].codes
         for step in steps:
             first, start, n, branches = end, step.start, len(step.tokens), step.branches
             end += n
-            step.first, step.codes = first, codes  # one list: noted for all of them at once
+            step.first, step.codes = first, codes  # one list: the engine notes the result for all at once
             wait = max(wait, step.wait)
             engine.seq[first:end] = step.seq
             engine.token[first:end] = step.tokens

@@ -41,7 +41,7 @@ class Before:
 
     @classmethod
     def of(cls, text: Sequence) -> Before:
-        table = replace(text.table.state(text.relevance.ranking), pins=frozenset())  # these are of a request
+        table = replace(text.table.state(text.relevance.ranking), pins=frozenset())  # pins belong to a request
         return cls(text.length, table, text.relevance.rebuild)
 
 
@@ -103,7 +103,7 @@ class Prefill:
             asked = text.relevance.ask(text.length + count) if last else NOBODY
             self._step(count, end, rescore=rescore, asked=asked, stream=True)
         if scoring is not None:
-            text.relevance.take(scoring.take())  # the answer begins with what the prompt's end asks for
+            text.relevance.take(scoring.take())  # the answer begins with the chunks that the prompt's end asks for
             if not text.sees_everything:
                 text.stats.ranked, text.stats.ranked_why = scoring.masses.told
 
@@ -151,8 +151,8 @@ class Prefill:
         start = text.length
         count = min(text.n_ubatch, end - self.done, text.table.room(start, spare=spare))
         if are_mutual(self.tokens[self.done : end]):
-            count = end - self.done  # in one step, which the pool has room for or refuses
-        media = self.tokens.item(self.done) < 0  # nothing goes back to within an image
+            count = end - self.done  # an image in one step, for which the pool has room, or refuses it
+        media = self.tokens.item(self.done) < 0  # no checkpoint within an image is of use
         if checkpoint is not None and not question and not media and start < checkpoint < start + count:
             count = checkpoint - start
         if text.engine.whole(start, seq=text.seq) == start:
@@ -261,7 +261,7 @@ def extend(
     change the text. After DecodeError and other errors of this package the finished steps stay: `length` tells how far.
     """
     sequence.begin(len(tokens))
-    if not len(tokens):  # the text goes on as it is
+    if not len(tokens):  # the text stays as it is
         sequence.stats = ReadStats()
         return
     exact, known = sequence.reading.exact, None

@@ -38,10 +38,10 @@ class QueryRing:
         self.order: npt.NDArray[np.intp] = np.arange(seq * self.ring, (seq + 1) * self.ring)
         self._engine = engine
         self._rings = [tuple(shape) for shape in engine.query_shapes]
-        self._shapes = [(self.rows, *shape[1:]) for shape in self._rings]  # a layer may have rows beyond its ring
+        self._shapes = [(self.rows, *shape[1:]) for shape in self._rings]  # a layer may have rows beyond the ring
         self.ring_size = sum(map(math.prod, self._rings))
         self.size = sum(map(math.prod, self._shapes))
-        # to touch tens of MiB for the first time takes as long as to copy them: what goes in and out has one place
+        # reused: touching tens of MiB for the first time takes as long as copying them
         self._flat: Floats = np.zeros(self.ring_size, np.float32)
 
     def capture(self, start: int, count: int, place: Int32s) -> None:
@@ -75,7 +75,7 @@ class QueryRing:
         """Return `valid_from` after a text of `length` tokens has been cut to `cut`."""
         if cut >= length:
             return self.valid_from
-        # newer tokens have taken the place of older queries
+        # newer queries have overwritten older ones
         return min(cut, max(self.valid_from, length - self.ring))
 
     def saved_from(self, cut: int, length: int) -> int:
@@ -93,7 +93,7 @@ class QueryRing:
         shapes = [(count, *shape[1:]) for shape in self._rings]
         newest: Floats = np.empty(sum(map(math.prod, shapes)), np.float32)
         for to, source in zip(_layers(newest, shapes), _layers(flat, self._rings), strict=True):
-            source.take(rows, axis=0, out=to, mode="clip")  # with another mode it would fill a copy
+            source.take(rows, axis=0, out=to, mode="clip")  # another mode would fill a copy
         return newest
 
     def newest_now(self, end: int, count: int) -> Floats:
@@ -125,11 +125,11 @@ class QueryRing:
         self.valid_from = length
         if saved.size and saved.size == self.size:
             positions = np.arange(max(0, length - self.rows), length)
-            if self._engine.info.n_seq > 1:  # the rows of others stay as they are
+            if self._engine.info.n_seq > 1:  # the rows of other texts stay as they are
                 self._engine.wait(self._engine.read_queries(self._flat))
             for to, source in zip(_layers(self._flat, self._rings), _layers(saved, self._shapes), strict=True):
                 to[self.order[positions % self.ring]] = source[positions % self.rows]
-            self._engine.write_queries(self._flat)  # rows before `valid_from` are of no text
+            self._engine.write_queries(self._flat)  # rows before `valid_from` belong to no text
             self.valid_from = valid_from
 
 

@@ -91,7 +91,7 @@ class Scoring:
         # the placement alone decides, so that equal ones give equal answers.
         self._lag = max(1, sum(device.overlaps for device in info.devices)) if beside else 0
         self.scorer = scorer
-        self._lasting = scorer if isinstance(scorer, Lasting) else None  # asked once: that takes a while
+        self._lasting = scorer if isinstance(scorer, Lasting) else None  # once: this check is slow
         self._together = together
         self.selection = Selection(tau=tau, share=share, delay=DELAY if beside else 0)
         self.replays = Replays()
@@ -147,7 +147,7 @@ class Scoring:
         try:
             self.scorer.seal(chunk)
         except Exception as err:
-            if page in self._store.pages():  # else the text was cut while this was waiting
+            if page in self._store.pages():  # otherwise the text was cut meanwhile
                 self._failed = self._failed or err
 
     def truncate(self, length: int) -> None:
@@ -159,7 +159,7 @@ class Scoring:
 
     def restart(self) -> None:
         """Drop unused scores: they belong to a text that is gone."""
-        wait(self.pending)  # what they found, or why they failed, is of no use now
+        wait(self.pending)  # results and errors are of no use now
         self.pending.clear()
         self.selection.restart()
 
@@ -314,7 +314,7 @@ class Scoring:
         if not taken:
             self.sealed(range(n_chunks))
         self.selection.load(saved)
-        self.replays.load(saved.found if taken or known is None else ())  # else other heads have found them
+        self.replays.load(saved.found if taken or known is None else ())  # otherwise other heads found them
         self.pending.extend(done(scores) for scores in saved.looks)
 
     @property

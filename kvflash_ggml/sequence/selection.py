@@ -28,9 +28,9 @@ class Selection:
         self._delay = delay
         self._since_score = 0
         self._since_move = 0
-        self._due = 0  # tokens until scores that have been asked for are used
+        self._due = 0  # tokens until the requested scores are used
         self._token_seconds = 0.0
-        self._last = 0.0  # when the newest tokens came
+        self._last = 0.0  # time of the newest tokens
 
     def on_tokens(self, count: int, *, waiting: bool, now: float) -> bool:
         """Count generated tokens, and return whether to score now. waiting: scores have been requested already."""
@@ -42,7 +42,7 @@ class Selection:
         if waiting:
             self._due -= count
             return False
-        if self._since_score < self.tau // SCORES_PER_TAU:  # `interval`, but this is asked once a token
+        if self._since_score < self.tau // SCORES_PER_TAU:  # `interval`, without a call at each token
             return False
         self._since_score = 0
         self._due = self._delay

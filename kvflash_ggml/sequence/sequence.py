@@ -159,7 +159,7 @@ class Sequence:
         ahead: int = 0, branches: Branches | None = None,
     ) -> Step:  # fmt: skip
         """Prepare a step of an answer; see `prepare`. `begin` has made room for it, and `finish` computes it."""
-        self.checkpoints.restored = None  # nothing goes on from where the text was put back
+        self.checkpoints.restored = None  # no step of a prompt follows the restored text
         if self.scoring is not None and self.scoring.pending and self.scoring.is_ready:
             self.relevance.take_ready()
         return self.prepare(
@@ -219,16 +219,16 @@ class Sequence:
         step = Step(*span, view, whole, after, generated, ahead, branches, before)
         info = self.engine.info
         if ahead and before is None and info.recurrent and (self_draft or len(tokens) - 1 > info.rs_planes):
-            step.state = self.pool.device_states.keep(self.seq)  # the memory goes back over fewer rows by itself
+            step.state = self.pool.device_states.keep(self.seq)  # the memory rolls back over fewer rows by itself
         return step
 
     def compute(self, step: Step) -> None:
         """Run a prepared step and commit it. After an error the text has all of its tokens, or none."""
-        self.unfinished.work = partial(self._end, step)  # from here on the step has to be committed
+        self.unfinished.work = partial(self._end, step)  # from here on an interrupt commits or undoes the step
         try:
             if step.plan.moves is not NO_MOVES or self.events.scores is not None:
                 self.apply(step)
-            if step.view is None or not self._stream(step):  # as `run`, but a call less for each token
+            if step.view is None or not self._stream(step):  # `run`, without a call at each token
                 self.pool.run([step])
             self.commit(step)
         except BaseException as err:
@@ -255,7 +255,7 @@ class Sequence:
         if isinstance(why, DeviceLost):
             self.recovery.tell(why)
         if isinstance(why, Exception):
-            self.relevance.rebuild = False  # or what cannot be recalled would be asked for at every step
+            self.relevance.rebuild = False  # otherwise each step would fail to recall the same chunk
         self.commit(step)
 
     def commit(self, step: Step) -> None:
@@ -283,7 +283,7 @@ class Sequence:
         except HostMemoryError as err:
             if step.codes:
                 raise
-            if not self._told_of_memory:  # once, not at each step
+            if not self._told_of_memory:  # log it once, not at each step
                 self._told_of_memory = True
                 logger.warning("from token %d on what is in the pool is in view: %s", start, err)
             step.view, step.streamed = None, None
@@ -296,7 +296,7 @@ class Sequence:
     def _end(self, step: Step) -> None:
         """Take the result of a step over, or undo the step. It can be repeated after an interrupt."""
         if step.codes != [0]:
-            if not self.engine.is_lost:  # else there is nothing to bring back, and what the host has stays
+            if not self.engine.is_lost:  # after a loss nothing can be undone, and the host's images stay
                 self._undo(step)
             return
         start, tokens, before, n = step.start, step.tokens, step.before, len(step.tokens)
@@ -306,7 +306,7 @@ class Sequence:
         self.view = step.view
         self.relevance.rebuild = False
         if step.branches is not None:
-            self.logits = NO_LOGITS  # of the path, once there is one
+            self.logits = NO_LOGITS  # of the path, once rows are accepted
         elif step.output.every:
             self.logits = Logits(start, n, step.first)
         else:
@@ -332,8 +332,8 @@ class Sequence:
         self.paging.undo(step.plan.moves)
         self.mask.truncate()
         if step.codes:
-            self.queries.valid_from = self.length  # it may have captured some before it failed
-        if not self.engine.truncate(self.length, seq=self.seq):  # recurrent state has gone on, or it is within an image
+            self.queries.valid_from = self.length  # the failed step may have captured some
+        if not self.engine.truncate(self.length, seq=self.seq):  # recurrent state, or within an image
             whole = self.engine.whole(self.length, seq=self.seq)
             cut = partial(self._cut, whole, direct=whole < self.length)
             self.unfinished.work = cut
@@ -359,7 +359,7 @@ class Sequence:
     def _shrink(self, most: int) -> None:
         """Shrink once. It can be repeated after an interrupt."""
         plan = self.table.shrink(most, self.relevance.ranking)
-        self.engine.wait(self.paging.apply(plan.moves, self.length))  # another text may write to the blocks at once
+        self.engine.wait(self.paging.apply(plan.moves, self.length))  # another text may write to the blocks next
         self.table.commit(plan)
         self.events.truncated(self.length, self.table.resident_chunks)
 
@@ -434,7 +434,7 @@ class Sequence:
         the accepted rows, they are evaluated again. DeviceLost, and no change, where a server no longer answers.
         """
         kept = 0 if self.draft_rows is None else self.draft_rows.kept
-        if self.engine.is_lost:  # asked before each token
+        if self.engine.is_lost:  # checked before each token
             self.recovery.check()
         if self.unfinished.work is not None:
             self.unfinished.settle()
@@ -468,7 +468,7 @@ class Sequence:
                 return
             self.mask.truncate()
         plan = self.table.accept(length)
-        self.engine.wait(self.paging.apply(plan.moves, length))  # no step follows at once
+        self.engine.wait(self.paging.apply(plan.moves, length))  # no step follows to wait for them
         self.queries.valid_from = self.queries.valid_after(length, written)
         self.logits = self.logits.before(length)
         self.table.commit(plan)
@@ -505,7 +505,7 @@ class Sequence:
         self.logits = NO_LOGITS
         self.queries.valid_from = self.queries.valid_after(length, self.length)
         plan = self.table.truncate(length)
-        self.engine.wait(self.paging.apply(plan.moves, length))  # no step follows at once
+        self.engine.wait(self.paging.apply(plan.moves, length))  # no step follows to wait for them
         self.table.commit(plan)
         self.checkpoints.truncate(length)
         self.mask.truncate()
@@ -518,7 +518,7 @@ class Sequence:
         """
         if length in (0, self.length):
             return True
-        window = self.engine.info.n_swa  # which a token at `length` has to find
+        window = self.engine.info.n_swa  # a token at `length` needs it in memory
         if not self.engine.can_truncate(length, seq=self.seq):
             return False
         return window == 0 or self.engine.window_start(seq=self.seq) <= max(0, length - window)

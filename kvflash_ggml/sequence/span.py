@@ -45,15 +45,15 @@ class AttentionSpan:
         if not self._bounded:
             return None, True
         layout = plan.layout
-        if self._known_chunks is not layout.chunks:  # not `epoch`, which a plan that came to nothing has had too
+        if self._known_chunks is not layout.chunks:  # not `epoch`: a dropped plan had the same one
             self._known_chunks, self._all_resident = layout.chunks, everything_is_resident(layout, start)
             self._in_order = lies_in_order(layout, self._first)
-        ordered = self._all_resident and (self._in_order or start < CHUNK)  # a stage begins with a sealed chunk
+        ordered = self._all_resident and (self._in_order or start < CHUNK)  # a layer buffer begins with a sealed chunk
         if ordered or not stream:
             return None, self._all_resident
         room = (self._pool.stage_slots - count - start % CHUNK) // CHUNK
         if self._pool.heap.most is not None:
-            room = min(room, self._pool.heap.most)  # all images of a step are in memory together
+            room = min(room, self._pool.heap.most)  # all images of a step must be in memory together
         if room < (start // CHUNK if self._all_resident else 1):
             return None, self._all_resident
         first, last = start // CHUNK, (start + count - 1) // CHUNK

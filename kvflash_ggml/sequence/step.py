@@ -33,7 +33,7 @@ EVERY = Output(every=True, last=True)
 LAST = Output(every=False, last=True)
 
 
-@dataclass(slots=True)  # not frozen, as little as a step is
+@dataclass(slots=True)  # not frozen: see `Step`
 class Logits:
     """The positions whose logits are available: `count` from `start` on, in rows of the newest step.
 
@@ -60,7 +60,7 @@ class Logits:
 NO_LOGITS = Logits()
 
 
-@dataclass(slots=True)  # one is made for each token: freezing it would take longer than all of its fields
+@dataclass(slots=True)  # one for each token: freezing it would take longer than setting its fields
 class Step:
     """One step of a sequence: `Sequence.prepare` makes it, `Pool.run` computes it, `Sequence.commit` makes it count.
 

@@ -68,7 +68,7 @@ def _attempt(prepared: Sequence[Prepared], errors: dict[int, Exception], again: 
     if len(ready) > 1 and not isinstance(why, DeviceLost):
         for text, step in spoiled:
             if text.length != step.start:
-                continue  # recurrent state has gone back further: these tokens follow no more
+                continue  # recurrent state rolled back further: these tokens no longer follow
             step.codes, step.wait = [], 0
             if again:
                 errors.pop(step.seq)

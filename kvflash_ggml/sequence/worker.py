@@ -15,7 +15,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._thread: int | None = None
-        # the thread keeps `_begin`, and so the executor: if a garbage collector took that, further work would be lost
+        # the bound method keeps the executor alive: if it were collected, queued work would be lost
         self._executor = ThreadPoolExecutor(1, name, initializer=self._begin)
 
     def _begin(self) -> None:

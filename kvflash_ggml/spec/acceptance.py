@@ -120,7 +120,7 @@ def answer(draft: Drafter, known: Sequence[Continued], block: int) -> dict[str, 
             proposed = draft.propose(int(tokens[root]), block)
             guess = rest[:0] if proposed is None else proposed.tokens[: len(rest)]
             same = int(np.logical_and.accumulate(guess == rest[: len(guess)]).sum())
-            if same < len(rest):  # a block that the text ends in tells of no rejection
+            if same < len(rest):  # a block at the text's end shows no rejection
                 accepted.append(same)
             read, root = root, root + same + 1
     return {"accepted": float(np.mean(accepted)) if accepted else 0.0, "steps": len(accepted), "block": block}

@@ -116,7 +116,7 @@ class Remembering(Protocol):
         ...
 
 
-# --- what drafters are given of the compute: kept once for all, and handed to each as it wants it
+# --- rows of the target's compute: kept once, and handed to each drafter in its order
 
 
 class FeatureRows:
@@ -185,7 +185,7 @@ class Callback:
         proposed = np.asarray(self._model(text))
         if proposed.size == 0:
             return None
-        with np.errstate(invalid="ignore"):  # what is no number is not what it was cast to
+        with np.errstate(invalid="ignore"):  # a cast NaN differs from its source, and is refused below
             whole = proposed.astype(np.int32) if proposed.dtype.kind in "iuf" and proposed.ndim == 1 else None
         if whole is None or not np.array_equal(whole, proposed):
             raise DraftError(f"{self.name}: tokens must be a list of whole numbers, not {proposed!r}")

@@ -29,7 +29,7 @@ RECENT = QUESTION_TOKENS + LEFT_OVER + 1
 needs the row of the last token that stays.
 """
 
-_OUTPUTS = 32  # so many tokens are read in the step that drafts, for more their logits would cost too much
+_OUTPUTS = 32  # most tokens that the drafting step also reads: it computes their logits too
 
 
 def go_on(

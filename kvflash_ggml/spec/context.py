@@ -22,7 +22,7 @@ from .base import Target
 STEP = 512
 """Most tokens that a drafter reads at once."""
 
-_SLACK = SPEC_WINDOW  # the window moves by so much: each move looks at every cell
+_SLACK = SPEC_WINDOW  # the window moves in steps of this: each move scans every cell
 
 
 class DraftModel:
@@ -105,7 +105,7 @@ class DraftContext:
         vocab = llama_cpp.llama_model_get_vocab(model)
         self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(vocab))
         self._n_state = state_width(model)
-        self.first = self.end = 0  # the positions that it holds
+        self.first = self.end = 0  # the held positions
 
     def run(self, start: int, tokens: Int32s | None = None, rows: Floats | None = None, *, outputs: int = 0) -> None:
         """Evaluate tokens [n], rows [n, width], or both, from position `start` on; at most `step` of them.
@@ -141,7 +141,7 @@ class DraftContext:
         made = []
         for first in range(0, len(rows), self.step):
             part = rows[first : first + self.step]
-            # an encoder knows no places, but positions that would not follow are refused
+            # an encoder ignores positions, but llama.cpp refuses a gap
             places = np.arange(self.end, self.end + len(part), dtype=np.int32)
             stock.run_draft(self._context, places, rows=part, outputs=len(part), encode=True)
             made.append(self.states(len(part)))

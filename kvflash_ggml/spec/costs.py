@@ -69,7 +69,7 @@ class Times:
         if news:
             self.switch = self._late()
             for others in self._firsts.keys() - self._steady.keys() - {1}:
-                # First steps stand for the others as long as no other was seen, but for what changing rows takes.
+                # Without another step of these rows, a first step counts, less the cost of changing rows.
                 self._known[others] = median(self._firsts[others]) - self.switch
         self.most = max(self.most, rows)
         if self._guessed:
@@ -137,11 +137,11 @@ class Survival:
         self._hope = hope
         self._reached = np.zeros((BINS + 1, POSITIONS))
         self._accepted = np.zeros((BINS + 1, POSITIONS))
-        self._rested = 0  # steps without evidence that are not accounted for yet
+        self._rested = 0  # steps without evidence that have not faded the tables yet
         self._again = False  # there were such steps since the last evidence
         self._patience = 1  # steps without evidence that count as one
         self._misses = 0
-        self._likelihood = 1.0  # of these misses, as things were thought to be
+        self._likelihood = 1.0  # of these misses, by the estimates
 
     def of(self, draft: Draft) -> Shares:
         """Return the probability of each node, given its parent; [n]."""

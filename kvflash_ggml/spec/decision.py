@@ -134,7 +134,7 @@ class _Source:
 
     def __init__(self, serial: bool, hope: float) -> None:
         self.survival = Survival(hope)
-        self.failed = 0  # proposals in a row that came to nothing
+        self.failed = 0  # proposals in vain, in a row
         self.resting = 0  # steps until it is thought of again
         self.unasked = 0  # steps since it has proposed
         self.why = ""  # it rests
@@ -202,8 +202,8 @@ class Controller(Controls):
         self._beside = 0  # rows of other texts in the last step
         self._sources: dict[str, _Source] = {}
         self._held, self._since = 0, HOLD  # rows verified last, and steps since they changed
-        self._full = 0  # steps in a row that accepted all that they verified
-        self._stay, self._run = STAY, 0  # steps that rows stay the same: on average, and now
+        self._full = 0  # steps in a row that accepted their whole draft
+        self._stay, self._run = STAY, 0  # steps with the same rows: on average, and now
         self._timed_at = 0  # length of the text when a plain step was last timed
         self._since_timed = 0.0  # seconds since
         self.begin(0)
@@ -218,7 +218,7 @@ class Controller(Controls):
         self._rows = 0  # of the last step
         self._due = 0  # plain steps to take, to time them
         for source in self._sources.values():
-            source.behind = 0  # of another text
+            source.behind = 0  # they were of another text
         if 2 * length > 3 * self._timed_at:
             self._since_timed = inf
         self._want_times(2 if self._knows else 3)
@@ -298,7 +298,7 @@ class Controller(Controls):
     ) -> None:  # fmt: skip
         first, changed = rows != self._rows and not beside, self._rows not in (0, rows)
         won, self._beside = 1 + len(path), beside
-        self._times.told(rows + beside, seconds, first=first)  # others change their rows at any time
+        self._times.told(rows + beside, seconds, first=first)  # other texts change their rows at any time
         if self._knows:
             self._reckon(won, seconds, plain=rows == 1 and not changed)
         self._pending = 0.0
@@ -387,7 +387,7 @@ class Controller(Controls):
         tokens: gain of a step of 1, 2 ... rows. drafting: seconds to draft so many tokens.
         """
         change = self._times.switch / max(1.0, self._stay)
-        most = self._times.most  # what is unknown is come near to by and by, and begins where it costs least
+        most = self._times.most  # unknown numbers of rows are tried step by step, the cheapest first
         tried = max(self._widths[0], most * (4 if most > 3 else 2) - self._beside)
         rates = {1: 1 / (self._time(1) + (change if self._rows > 1 else 0.0))}
         left, dear = self._left(), 0.0
@@ -424,7 +424,7 @@ class Controller(Controls):
         average = self._average(source)
         if self._best(average, self._widths, source.drafting).rows == 1:
             return 0.0
-        hoped = FADE**source.unasked  # what was dear is tried again some day
+        hoped = FADE**source.unasked  # an expensive drafter is tried again some day
         best = self._best(average, self._widths, lambda count: hoped * source.drafting(count))
         return best.rate if best.rows > 1 else 0.0
 

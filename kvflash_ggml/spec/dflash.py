@@ -179,7 +179,7 @@ class DFlash(ModelDrafter):
         context, end = self._context, self._pending.end
         if context.end != end or context.first == end:
             return None  # nothing is known of the text
-        # masks behind the tokens that are wanted take time, and make these no better
+        # masks behind the wanted tokens take time and do not improve the tokens
         block = self._block[: self._reader.first + min(most, self.size)]
         block[0] = root
         context.run(end, block, outputs=len(block) if self._reader.outputs else 0)

@@ -103,7 +103,7 @@ def _before_ends(draft: Draft, ends: Collection[int]) -> Draft:
     """Return the draft without tokens that would follow a token that ends the text."""
     if not ends or not np.isin(draft.tokens, list(ends)).any():
         return draft
-    number: dict[int, int] = {ROOT: ROOT}  # of the nodes that stay, and go on
+    number: dict[int, int] = {ROOT: ROOT}  # new numbers of the nodes that stay
     keep: list[int] = []
     over: set[int] = set()
     for node, (token, parent) in enumerate(zip(draft.tokens.tolist(), draft.parent.tolist(), strict=True)):
@@ -118,7 +118,7 @@ def _before_ends(draft: Draft, ends: Collection[int]) -> Draft:
     return Draft(draft.tokens[keep], parents, draft.source, logp)
 
 
-# --- what came of drafts, counted
+# --- counts
 
 
 @dataclass(slots=True)

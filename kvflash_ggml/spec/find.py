@@ -141,7 +141,7 @@ def wants(file: GGUF, target: GGUF) -> Features:
     if kind_of(file) == MTP:
         return Features(nextn=True)
     layers, own = verify.target_layers(file), target_facts.describe(target).layers
-    # what comes out of the last layer is no input of another one
+    # the output of the last layer is not the input of another
     return Features(tuple(x for x in layers if x < own), nextn=own in layers)
 
 

@@ -88,7 +88,7 @@ class Asked:
     def behind(self, length: int) -> int:
         """Return how many tokens of a text of `length` it reads before it drafts."""
         if self.missing:
-            return self.missing  # and nothing before these
+            return self.missing  # it reads nothing before these
         newest = self.drafter.wants.newest
         return length - self.read if newest is None else min(newest, length - self.read)
 
@@ -167,18 +167,18 @@ class Speculator:
         self._ends = frozenset(ends)
         self._features = features
         self._clock = clock
-        self._end: int | None = None  # the text becomes no longer in this request
-        self._prompt = 0  # where a prompt that is being read ends
+        self._end: int | None = None  # longest length of the text in this request
+        self._prompt = 0  # end of the prompt that is being read
         self._ahead: tuple[int, Int32s, Floats] | None = None
-        self._ahead_from: int | None = None  # where rows that are not of the text begin
-        self._timed = False  # the step that is under way
-        self._running: float | None = None  # when it began, or went on
+        self._ahead_from: int | None = None  # start of the draft rows
+        self._timed = False  # whether the current step is timed
+        self._running: float | None = None  # when it began or resumed
         self._spent = 0.0
         self._beside = 0  # rows of other texts in it
         self._draft_seconds = 0.0
         self._drafted: Draft | None = None
-        self._idle = 0  # steps to come that nobody is asked for
-        self._passed = 0  # such steps that are not told of yet
+        self._idle = 0  # coming steps for which no drafter is asked
+        self._passed = 0  # such steps that are not counted yet
 
     @property
     def total(self) -> Tally:
@@ -314,7 +314,7 @@ class Speculator:
         seconds, draft = self._spent - self._draft_seconds, self._drafted
         assert draft is not None
         self._refused = 0
-        right = [node for node in path if node < len(draft)]  # the rest was no draft, and a lucky guess
+        right = [node for node in path if node < len(draft)]  # the rest were padding rows, accepted by luck
         for tally in (self._total, self._last):
             tally.verified(draft, right, seconds, self._draft_seconds, stopped=stopped)
             tally.lucky += len(path) - len(right)
@@ -343,10 +343,10 @@ class Speculator:
             return None
         most = min(wanted, text.room_ahead - 1)
         if self._end is not None:
-            most = min(most, self._end - len(tokens) - 2)  # the root is told already, and one is chosen after a draft
+            most = min(most, self._end - len(tokens) - 2)  # the root counts already, and the target adds one token
         if most < 1:
             return None
-        if not one.drafter.wants and one.known < len(tokens):  # which takes little, but for a long prompt
+        if not one.drafter.wants and one.known < len(tokens):  # this is fast, except for a long prompt
             start, one.known = one.known, len(tokens)
             self._tell(one, partial(one.drafter.observe, start, _locked(tokens[start:]), None))
             if one.failed:
@@ -383,7 +383,7 @@ class Speculator:
             if one.failed:
                 self._disable(one, str(err))
             return None
-        except Exception as err:  # it is anybody's code, and nothing depends on it
+        except Exception as err:  # a drafter may be anybody's code, and the text does not depend on it
             self._count_bad(one)
             self._disable(one, f"{type(err).__name__}: {err}")
             return None
@@ -414,7 +414,7 @@ class Speculator:
             except Exception as err:
                 logger.info("%s could not be closed: %s", one.drafter.name, err)
 
-    # --- what becomes of the text
+    # --- changes of the text (see `sequence.step.Follower`)
 
     def evaluated(self, start: int, tokens: Int32s, *, ahead: bool) -> None:
         if ahead and self._ahead_from is None:
@@ -423,7 +423,7 @@ class Speculator:
             return
         end, newest = start + len(tokens), self._features.newest
         if newest is not None and end <= self._prompt - newest:
-            return  # nobody looks so far back from where drafts begin, and to read waits for the compute
+            return  # no drafter uses rows so far back, and reading them waits for the compute
         self._prompt = 0 if end >= self._prompt else self._prompt
         if not sum([one.reads(len(tokens), ahead=ahead) for one in self._asked]):
             return
@@ -466,7 +466,7 @@ class Speculator:
         for one in self._asked:
             if one.failed:
                 continue
-            one.known = len(tokens)  # an interrupt is followed by a cut to nothing
+            one.known = len(tokens)  # after an interrupt the text is cut to nothing
             one.known = one.read = _load(one.drafter, saved, tokens)
             one.missing = 0
 

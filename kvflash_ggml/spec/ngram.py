@@ -158,9 +158,9 @@ class NGram:
     wants = Features()
 
     def __init__(self) -> None:
-        self._base = 0  # position of the first token that is known
-        self._length = 0  # tokens that are known
-        self._indexed = 0  # of these, how many can be found
+        self._base = 0  # position of the first known token
+        self._length = 0  # known tokens
+        self._indexed = 0  # of these, indexed tokens
         self._text: Int32s = np.empty(1, np.int32)
         self._chains = tuple(Chains() for _ in ORDERS)
 
@@ -188,7 +188,7 @@ class NGram:
         position, match = found
         count = min(4 + 2 * match, most)
         after = self._text[position + 1 : self._length + 1]
-        tokens = np.resize(after[:count], count)  # resize repeats what there is
+        tokens = np.resize(after[:count], count)  # resize repeats the tokens
         count = int(np.append(tokens < 0, True).argmax())  # a row of an image cannot be drafted
         if not count:
             return None
@@ -238,7 +238,7 @@ class NGram:
         """Return how many tokens up to each position equal the end of the text, [n]; at most REACH."""
         reach = min(REACH, self._length)
         back = _BACK[:reach]
-        # Beginnings of the text that are shorter than the reach wrap around, and are cut off again.
+        # Positions before the text wrap around; `within` cuts them off.
         differs = self._text[positions[:, None] - back] != self._text[self._length - back]
         matches = np.where(differs.any(axis=1), differs.argmax(axis=1), reach)
         within: Int64s = np.minimum(matches, positions + 1)

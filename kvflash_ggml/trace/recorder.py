@@ -107,7 +107,7 @@ def _document(moments: Sequence[Moment]) -> dict[str, Any]:
     n_chunks = max((_chunks(moment) for moment in moments), default=0)
     scored = [i for i, moment in enumerate(moments) if moment.scores is not None]
     step = max(1, -(-len(scored) * n_chunks // MAX_CELLS))
-    shown = {i: moments[i].scores for i in scored[::-1][::step]}  # the last look is always shown
+    shown = {i: moments[i].scores for i in scored[::-1][::step]}  # the last score is always shown
     low, high = _range([scores for scores in shown.values() if scores is not None])
     return {
         "chunk": CHUNK,
@@ -196,7 +196,7 @@ class Trace:
         generating: bool,
     ) -> None:
         if scores is None and not recalled and self.moments and self.moments[-1].resident == tuple(resident):
-            return  # a cut within a chunk, as of drafts that were rejected
+            return  # a cut within a chunk, for example of rejected drafts
         bits = np.zeros(max(resident, default=-1) + 1, np.bool_)
         bits[list(resident)] = True
         moment = Moment(
