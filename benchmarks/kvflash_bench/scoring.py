@@ -97,7 +97,7 @@ def measure(
 
 def _cost(engine: Engine, context: int, rows: int, threads: int, n_heads: int) -> Cost:
     store = MadeUp(engine)
-    keys = HostKeys(engine, store, threads=threads)
+    keys = HostKeys(engine, store, threads=threads)  # type: ignore[arg-type]
     try:
         every = every_head(keys.shapes)
         count = n_heads or len(every)
