@@ -34,17 +34,17 @@ WARM = 32
 
 
 ANOTHER = "drafting for another text"
-"""Why those who draft for one text at a time do not draft for this one."""
+"""Why drafters that serve one text at a time do not draft for this one."""
 
 
 @dataclass(slots=True)
 class Asked:
     """A drafter and its bookkeeping.
 
-    bad: drafts in a row that could not be verified; why: what was wrong, of one that is not asked any more. deciding:
-    seconds that it took last to find out what its draft is worth. unasked: steps without a draft since it was asked.
-    missing: tokens it has to be given before it is asked. lone: it drafts only for a text that is decoded alone, see
-    `Speculator.lend`.
+    known: tokens of the text that it has observed. read: length of the text when it was asked last. bad: unverifiable
+    drafts in a row; why: the reason, once it is not asked any more. deciding: seconds that the last decision about its
+    draft took. unasked: steps without a draft since it was asked. missing: tokens whose rows it must get before it is
+    asked. lone: it drafts only for a text that is decoded alone, see `Speculator.lend`.
     """
 
     drafter: Drafter
@@ -104,7 +104,7 @@ class Asked:
         self.missing = max(0, self.missing - count)
 
     def begin_anew(self) -> None:
-        """It knows nothing of the text, which has gone on without it."""
+        """Forget the text, which has grown without this drafter."""
         self.known = self.read = self.unasked = 0
         self.missing = WARM
 
@@ -134,13 +134,12 @@ class Text(Protocol):
 class Speculator:
     """Asks the drafters of one text in turn, and learns from the outcome of their drafts. It follows the text.
 
-    controls: what is worth it. n_vocab: of the target. ends: tokens that end a text. features: what drafters are given
-    of the target's compute; None if they want nothing. One that is not asked for long is not given it any more, until
-    it is worth asking again. total: what came of drafts before. off: why nothing is drafted any more; None while some
-    are asked. resting: why the lone ones are not asked now. Steps for which it is known before that nobody will be
-    asked are neither timed nor told of one by one. drafters: or what is known of them, where another speculator asks
-    the same ones. nested: that one, if it asks them for what one of these drafts from; it is told of the text by this
-    one.
+    drafters: or the bookkeeping of another speculator's drafters. controls: decides which drafts are worth it. n_vocab:
+    of the target. ends: tokens that end a text. features: the target's rows for drafters; None if no drafter wants any.
+    A drafter that was not asked for long gets no rows until it is worth asking again. total: counts of earlier drafts.
+    nested: a speculator whose drafts one of these drafters extends; this one tells it of the text. off: why nothing is
+    drafted any more; None while some drafters are asked. resting: why the lone drafters are not asked now. Steps for
+    which no drafter will be asked are neither timed nor counted one by one.
     """
 
     def __init__(
@@ -194,24 +193,24 @@ class Speculator:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """The names of those that are asked, or rest."""
+        """The names of the drafters that are asked, or rest."""
         return tuple(drafter.name for drafter in self.drafters)
 
     @property
     def asked(self) -> Sequence[Asked]:
-        """What is known of those that are asked, for one that asks them too."""
+        """The drafters with their bookkeeping, for another speculator that asks them too."""
         return tuple(self._all)
 
     @property
     def drafters(self) -> tuple[Drafter, ...]:
-        """Those that are asked, or rest. Others have been closed, or will be."""
+        """The drafters that are asked, or rest. The others are closed, or will be."""
         return tuple(one.drafter for one in self._all if not one.failed)
 
     def lend(self, why_not: str | None) -> None:
-        """Ask the lone drafters from the next step on, or let them rest; `why_not` is told then.
+        """Ask the lone drafters from the next step on, or let them rest for the reason `why_not`.
 
-        They know nothing of this text at first. Another speculator that asks them too lets them rest before. Rows that
-        were drafted by one that rests are verified as always.
+        They know nothing of this text at first. Another speculator that asks the same drafters must let them rest
+        before. Rows that a resting drafter has drafted are verified as always.
         """
         lone = [one for one in self._all if one.lone and not one.failed]
         if why_not is None and self.resting is not None:
