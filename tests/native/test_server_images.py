@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from support.sounds import wav
 from support.vision import JPEGS, ROWS, png, write_mrope, write_projector
 
 from kvflash_ggml import KVFlashConfig, Llama
+from kvflash_ggml.media import files
 
 MODEL = MODELS / "recall-qwen3-q8_0.gguf"
 WORDS = TEXT.read_text(encoding="utf-8")
@@ -241,8 +243,15 @@ def test_a_model_that_hears_nothing_says_what_to_load(merger: Path) -> None:
 def test_images_that_were_dropped_are_read_again(
     projector: Path, encoded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their tokens are still known, their embeddings and pixels are not."""
+    """Their tokens are known, their embeddings and pixels are not. No other request waits while one is decoded."""
     monkeypatch.setattr("kvflash_ggml.media.rows.MediaRows.__init__.__defaults__", (1,))
+    stock, threads = files.decode, []
+
+    def decode(*args: Any, **more: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return stock(*args, **more)
+
+    monkeypatch.setattr(files, "decode", decode)
 
     async def work(client: Client) -> list[Any]:
         first = await Chat(client).ask(RED, "Which?")
@@ -251,7 +260,8 @@ def test_images_that_were_dropped_are_read_again(
 
     first, again = serving(projector, work)
     assert first == again
-    assert len(encoded) == 3
+    assert len(encoded) == len(threads) == 3
+    assert not any("engine" in name for name in threads), threads
 
 
 def test_too_many_images_wait(projector: Path, monkeypatch: pytest.MonkeyPatch) -> None:

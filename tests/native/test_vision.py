@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import MODELS, TEXT, write_iswa
+from support.harness import MODELS, TEXT, write_iswa, write_small
 from support.vision import ROWS, SIDE, WIDE, WIDE_PIXELS, png, write_mrope, write_projector
 
 from kvflash_ggml import Llama, SpecConfig
@@ -246,41 +246,57 @@ def pages(llm: Llama, folder: Path) -> list[bytes]:
     return [bytes(image) for image in images]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("pair", "pools"),
-    # the longest where state or rows that see each other come with the picture; the others cost three times as much
-    [("plain", 4), ("mrope", 4), ("hybrid", 10), ("mutual", 10), ("mutual_windows", 10)],
-    indirect=["pair"],
-)
-def test_a_picture_far_in_front_of_its_question(asker: Any, pools: int, tmp_path: Path) -> None:
-    """Of a text of so many pools, the picture is behind a third and the question at the end: the KV of the picture's
-    chunks and the answer are those of the full cache.
+def ask_far_behind(paged: Asker, full: Asker, front: str, behind: str, folder: Path) -> int:
+    """Ask for a picture between two texts: the KV of its chunks and the answer are those of the full cache. Returns the
+    tokens in front of it.
     """
-    pool, far = 512, 450 * pools
-    context = far + 4096
-    size = {"n_ctx": context, **EXACT}  # steps that the small pool need not cut
-    paged, full = asker(kvflash=pool, **size), asker(kvflash=context, **size)
-    front = 600 * pools
-    texts = [WORDS[:front], WORDS[front : front + int(2.9 * far)]]
     for chat in paged, full:
-        chat.ask(texts[0], most=1)
-        chat.ask(RED, texts[1], most=1)
-    before = paged.llm.kvflash.page_ins
+        chat.ask(front, most=1)
+        chat.ask(RED, behind, most=1)
     one, other = (chat.ask("Which colour was the picture?", most=4) for chat in (paged, full))
     ids = paged.llm.input_ids[: paged.llm.n_tokens]
     np.testing.assert_array_equal(ids, full.llm.input_ids[: full.llm.n_tokens])
     first, *_, last = np.flatnonzero(ids < 0) // 64
-    assert 190 * pools < first * 64 < 300 * pools
-    assert len(ids) - last * 64 > 0.75 * far
-    assert len(ids) > pools * paged.llm.kvflash.pool == pools * pool
-    mine, theirs = pages(paged.llm, tmp_path), pages(full.llm, tmp_path)
+    mine, theirs = pages(paged.llm, folder), pages(full.llm, folder)
     assert mine[first : last + 1] == theirs[first : last + 1]
     assert len(set(mine)) == len(mine)
     assert one[0] == other[0]
     np.testing.assert_array_equal(one[1], other[1])
     assert paged.llm.kvflash.streamed_steps > 10
-    assert paged.llm.kvflash.page_ins >= before
+    return int(first) * 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hybrid", "mutual", "mutual_windows"])
+def test_a_picture_far_in_front_of_its_question(kind: str, made: Any, pairs: dict[str, Pair], tmp_path: Path) -> None:
+    """In a text of ten pools, behind its first 2,000 tokens."""
+    size = {"n_ctx": 9000, **EXACT}  # steps that the small pool need not cut
+    paged, full = made(pairs[kind], kvflash=512, **size), made(pairs[kind], kvflash=9000, **size)
+    assert 1900 < ask_far_behind(paged, full, WORDS[:6000], WORDS[6000:19000], tmp_path) < 3000
+    assert paged.llm.n_tokens > 10 * paged.llm.kvflash.pool == 10 * 512
+
+
+FAR = int(os.environ.get("KVFLASH_TEST_FAR", "3500"))
+"""Tokens between a picture and the question about it, on a model that reads them quickly: 100,000 at most."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "mrope"])
+def test_a_picture_as_far_as_one_likes(kind: str, made: Any, tmp_path: Path) -> None:
+    pool, steps = (512, (128, 96)) if FAR < 50_000 else (4096, (512, 512))
+    context = min(131072, FAR * 4 // 3 + 4096)
+    write_small(MODEL, tmp_path / "plain.gguf")
+    write_mrope(tmp_path / "plain.gguf", tmp_path / "mrope.gguf")
+    shape = ("mlp", (SIDE, SIDE)) if kind == "plain" else ("qwen2vl_merger", WIDE_PIXELS)
+    projector = write_projector(tmp_path / "mmproj.gguf", 64, shape[0])
+    pair = Pair(tmp_path / f"{kind}.gguf", projector, shape[1], steps=steps)
+    size = {"n_ctx": context, **EXACT}
+    paged, full = made(pair, kvflash=pool, **size), made(pair, kvflash=context, **size)
+    tokens = full.llm.tokenize(WORDS[6000:].encode())[:FAR]
+    text = full.llm.detokenize(tokens).decode(errors="ignore")
+    assert 1900 < (first := ask_far_behind(paged, full, WORDS[:6000], text, tmp_path)) < 3000
+    assert paged.llm.n_tokens - first > 0.98 * FAR
+    assert paged.llm.n_tokens > 10 * paged.llm.kvflash.pool == 10 * pool
 
 
 def test_a_small_pool_brings_an_image_back(asker: Any, pair: Pair) -> None:

@@ -299,6 +299,37 @@ def write_iswa(source: Path, target: Path, *, head: int = 64, arch: str = "gemma
     _finish(writer)
 
 
+def write_small(source: Path, target: Path, width: int = 64) -> None:
+    """A qwen3 of two layers with one head, of random weights: it reads 100,000 tokens in minutes on a CPU."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "qwen3")
+    _copy_fields(reader, writer, lambda key: key.startswith("tokenizer."))
+    writer.add_context_length(131072)
+    writer.add_embedding_length(width)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(width)
+    writer.add_head_count(1)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(64)
+    writer.add_value_length(64)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e7)
+    rng, norms = np.random.default_rng(3), {"output_norm": width}
+    matrices = {"token_embd": (len(reader.fields["tokenizer.ggml.tokens"].data), width)}
+    for i in range(2):
+        matrices |= {f"blk.{i}.attn_{name}": (64, width) for name in "qkv"}
+        matrices[f"blk.{i}.attn_output"] = width, 64
+        matrices |= {f"blk.{i}.ffn_{name}": (width, width) for name in ("gate", "up", "down")}
+        norms |= {f"blk.{i}.{name}": width for name in ("attn_norm", "ffn_norm")}
+        norms |= {f"blk.{i}.attn_{name}_norm": 64 for name in "qk"}
+    for name, shape in matrices.items():
+        data = rng.standard_normal(shape, np.float32) / np.float32(shape[1] ** 0.5)
+        writer.add_tensor(f"{name}.weight", data.astype(np.float16))
+    for name, size in norms.items():  # large enough that some keys win clearly
+        writer.add_tensor(f"{name}.weight", np.full(size, 1.5, np.float32))
+    _finish(writer)
+
+
 def write_latent_heads(source: Path, target: Path) -> None:
     """A small deepseek2 with random weights: two heads read one latent key (MLA). CUDA attends to no single one."""
     width, heads, hidden, layers, lora, rotary, part = 128, 2, 256, 2, 512, 64, 64
