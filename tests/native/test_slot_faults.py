@@ -19,6 +19,7 @@ from kvflash_ggml.batching.llama import LlamaModel
 from kvflash_ggml.batching.messages import Failed, Finished, Piece
 from kvflash_ggml.batching.pace import LEAST_ROWS
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
+from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, DecodeError, SnapshotError
 from kvflash_ggml.sequence import together
 
@@ -87,6 +88,12 @@ def lone(llm: Any, texts: Sequence[Sequence[int]], most: int = MOST, **more: Any
             asked.wait()
             found.append(asked)
     return found
+
+
+def logprobs(asked: Asked) -> list[tuple[int, float]]:
+    """The tokens of an answer that has ended well, and what is told of each."""
+    assert isinstance(asked.wait(), Finished), asked.events[-1]
+    return [(one.token, one.logprob) for event in asked.events if isinstance(event, Piece) for one in event.logprobs]
 
 
 def test_others_decode_between_two_steps_of_a_prompt(llama: Callable[..., Any], tokens: Tokens) -> None:
@@ -186,6 +193,29 @@ def test_a_step_that_fails_is_done_for_each_alone(
         for mine, its in zip(all_at_once(running, texts), wanted, strict=True):
             assert_alike(mine, its)
     assert len(failed) == 3
+
+
+def test_host_memory_that_is_full_ends_its_answer_only(llama: Callable[..., Any], tokens: Tokens) -> None:
+    """A seventh chunk is sealed in the midst of an answer, in a step of four, and none of the others. These have the
+    same bits as without it, and a text that fits is answered.
+    """
+    given = settings()
+    config = replace(given["kvflash"], deterministic_batch=True)
+    short, long = [tokens[300 * i : 300 * i + 40].tolist() for i in range(3)], tokens[2000:2434].tolist()
+    free = llama(**{**given, "kvflash": config})
+    limited = llama(**{**given, "kvflash": replace(config, host_limit=6 * free.kvflash.page_bytes)})
+    wanted = lone(free, short, 20)
+    with served(limited) as running:
+        asked = all_at_once(running, [*short[:2], long, short[2]], 20)
+        full = asked.pop(2)
+        end = full.wait()
+        assert isinstance(end, Failed)
+        assert (end.code, "host_limit" in end.message) == ("internal_error", True)
+        assert 7 * CHUNK - len(long) >= sum(bool(one.text) for one in full.events if isinstance(one, Piece)) > 3
+        for mine, its in zip(asked, wanted, strict=True):
+            assert logprobs(mine) == logprobs(its)
+        (again,) = all_at_once(running, [long[:300]], 20)
+        assert isinstance(again.wait(), Finished)
 
 
 def test_a_page_of_one_is_lost(llama: Callable[..., Any], tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
