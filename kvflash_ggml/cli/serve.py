@@ -38,8 +38,8 @@ _limits = in_section("Limits")
 _server = in_section("Server")
 
 _EPILOG = """\b
-Any number of conversations share the pool: one is computed at a time, the others are put
-aside and go on bit for bit. A prompt is read from where it leaves what is known.
+Any number of conversations share the pool: --parallel of them are computed together, the
+others are put aside and go on bit for bit. A prompt is read from where it leaves what is known.
 
 \b
 Endpoints: /v1/chat/completions, /v1/embeddings, /api/chat, /v1/messages, /v1/responses, /v1/completions, /v1/models,
