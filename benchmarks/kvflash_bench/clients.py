@@ -65,15 +65,21 @@ def at_once(server: Server, prompts: Sequence[Sequence[int]], most: int) -> tupl
 
 def compared(server: Server, prompts: Sequence[Sequence[int]], most: int) -> dict[str, Any]:
     """Both, one after the other first. finished: answers of the clients at once that have all of their tokens. equal:
-    of those, answers that are the lone ones. gain: how many times sooner they are done.
+    of those, answers that are the lone ones. gain: how many times sooner they are done. alone_cpu_s, together_cpu_s: of
+    the server's threads meanwhile.
     """
+    spent = [server.cpu_seconds()]
     alone_s, alone = one_after_the_other(server, prompts, most)
+    spent.append(server.cpu_seconds())
     together_s, together = at_once(server, prompts, most)
+    spent.append(server.cpu_seconds())
     finished = [i for i, one in enumerate(together) if len(one.tokens) == most]
     whole = [i for i, one in enumerate(alone) if len(one.tokens) == most]
     return {
         "alone_s": alone_s,
         "together_s": together_s,
+        "alone_cpu_s": spent[1] - spent[0],
+        "together_cpu_s": spent[2] - spent[1],
         "gain": alone_s / together_s if len(finished) == len(whole) == len(prompts) else None,
         "finished_alone": len(whole),
         "finished": len(finished),

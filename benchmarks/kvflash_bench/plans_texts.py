@@ -216,7 +216,7 @@ class Overload(UnderLoad):
 
 # --- several sequences
 
-QUESTIONS = ("decode", "clients", "outgrow", "gap", "recall")
+QUESTIONS = ("decode", "clients", "outgrow", "gap", "recall", "latency", "agents")
 """Of `seats`."""
 
 
@@ -226,7 +226,9 @@ class Seats(OfText):
 
     decode: tokens a second of all sequences, in steps of one row each. clients: how much sooner clients have their
     answers that ask at once. outgrow: do chats finish that outgrow the pool together? gap: how long answers stand still
-    while another prompt is read. recall: what is answered right by sequences together, and by each alone.
+    while another prompt is read. recall: what is answered right by sequences together, and by each alone. latency: one
+    client's answers by servers of one sequence and of several, in turns. agents: sessions with tools, of as many users
+    at once, and one after the other.
     """
 
     questions: tuple[str, ...] = option("decode,clients,outgrow", f"Of {', '.join(QUESTIONS)}.", type=Names())
@@ -235,8 +237,13 @@ class Seats(OfText):
         "Folder of upstream's programs: scripts/vendor.py stock builds them.  [default: ours only]",
         type=click.Path(exists=True, file_okay=False, path_type=Path),
     )
-    batches: tuple[int, ...] = option("1,2,4,8,16,32", "Sequences of decode and recall.", type=Numbers())
+    batches: tuple[int, ...] = option(
+        "1,2,4,8,16,32", "Sequences of decode, recall and latency, or users of agents.", type=Numbers()
+    )
     length: int = option("1K", "Tokens of each of these sequences, or of its document.", type=Number())
+    lengths: tuple[int, ...] = option(
+        (), "Of documents of unequal length, in turns, instead of --length.", type=Numbers()
+    )
     share: int = option("1K", "Of the pool, for each of them.", type=Number())
     pool: int | None = option(
         None, "Of decode: tokens of the pool in all, or of stock's cache, instead of --share.", type=Number()
@@ -252,7 +259,11 @@ class Seats(OfText):
     )
     streams: int = option(7, "Answers of gap that stream.", type=COUNT)
     long: int = option("8K", "Tokens of the prompt that is read meanwhile.", type=Number())
-    trials: int = option(16, "Questions of recall.", type=COUNT)
+    trials: int = option(16, "Documents of recall.", type=COUNT)
+    task: str = option("single", "Of recall and agents: a task of the verb recall.")
+    asks: int = option(24, "Questions that recall asks about a document, at most.", type=COUNT)
+    rules: tuple[str, ...] = option("strict", "Of recall: strict, elastic, as of --pool-share.", type=Names())
+    turns: int = option(10, "Results of tools in a session of agents, each of 3 % of its document.", type=COUNT)
     repeats: int = option(3, "Runs of each, ours and stock's in turns; medians are reported.", type=COUNT)
     seed: int = option(0)
 
@@ -260,5 +271,7 @@ class Seats(OfText):
         super().check()
         if unknown := set(self.questions) - set(QUESTIONS):
             raise click.BadParameter(f"{min(unknown)!r} is none of {', '.join(QUESTIONS)}", param_hint="--questions")
+        if unknown := set(self.rules) - {"strict", "elastic"}:
+            raise click.BadParameter(f"{min(unknown)!r} is none of strict, elastic", param_hint="--rules")
         if self.steps + 16 > self.length:
             raise click.BadParameter(f"{self.length} are no room for {self.steps} steps", param_hint="--length")

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import shlex
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import click
 
 from kvflash_ggml.constants import CHUNK, round_up
+from kvflash_ggml.errors import KVFlashError
 
-from . import clients, report, stock
+from . import clients, report, sessions, stock
 from .load import cut
 from .opening import opened
 from .outcomes import Plan as Trials
@@ -25,6 +27,7 @@ from .sockets import Server, serve_options, served
 Row = dict[str, Any]
 
 OURS, STOCK = "ours", "stock"
+STRICT = "strict"
 
 LEAST_SHARE = 512
 """Tokens of the pool for a client, at least."""
@@ -33,6 +36,7 @@ LEAST_SHARE = 512
 def run(model: str, plan: Seats, options: dict[str, Any]) -> None:
     measures: dict[str, Callable[[str, Seats, dict[str, Any]], list[Row]]] = {
         "decode": _decode, "clients": _clients, "outgrow": _outgrow, "gap": _gap, "recall": _recall,
+        "latency": _latency, "agents": _agents,
     }  # fmt: skip
     found: dict[str, list[Row]] = {}
     for question in plan.questions:
@@ -88,15 +92,22 @@ def _recall(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
     """Of the same questions. same: answered right alone and together, or wrong both times."""
     from . import together  # here: it needs the library
 
-    trials = Trials(tasks=("single",), depths=(0.5,), trials=plan.trials, seed=plan.seed, fact_set="choose")
-    found, alone = [], list[bool]()
-    for count in (1, *(count for count in plan.batches if count > 1)):
+    trials = Trials(tasks=(plan.task,), depths=(0.5,), trials=plan.trials, seed=plan.seed, fact_set="confirm")
+    lengths = plan.lengths or (plan.length,)
+    arms = [(1, STRICT), *((count, rule) for count in plan.batches if count > 1 for rule in plan.rules)]
+    found, alone = [], list[list[bool]]()
+    for count, rule in arms:
         right = together.recalled(
-            model, count, trials, plan.filler(), context=plan.length, share=plan.share, options=options
+            model, count, trials, plan.filler(), lengths=lengths, share=plan.share, rule=rule, most=plan.asks,
+            options=options,
         )  # fmt: skip
         alone = alone or right
-        same = sum(a == b for a, b in zip(alone, right, strict=True))
-        found.append({"sequences": count, "asked": len(right), "right": sum(right), "same": same})
+        pairs = [pair for both in zip(alone, right, strict=True) for pair in zip(*both, strict=True)]
+        found.append({
+            "sequences": count, "rule": rule, "asked": len(pairs), "right": sum(its for _, its in pairs),
+            "same": sum(a == b for a, b in pairs),
+            "right_by_length": [sum(map(sum, right[i :: len(lengths)])) for i in range(len(lengths))],
+        })  # fmt: skip
         _tell(**found[-1])
     return found
 
@@ -176,3 +187,69 @@ def _gap(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
         return clients.gaps(server, first, [other[: plan.prompt] for other in others], most)
 
     return _in_turns(model, plan, options, measure, cells=cells, parallel=plan.streams + 1)
+
+
+def _latency(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
+    """One client's answers by a server of one sequence and by one of each batch, in turns. of_one, cpu_of_one: the
+    medians of the seconds and of the threads' seconds of an answer, over those of one sequence.
+    """
+    text = text_tokens(model, plan.filler(), options)
+    counts = [1, *(count for count in plan.batches if count > 1)]
+    cells = max(counts) * max(LEAST_SHARE, round_up(plan.prompt + plan.answer + CHUNK, CHUNK))
+    spent: dict[int, list[tuple[float, float]]] = {count: [] for count in counts}
+    with ExitStack() as stack:
+        servers = {
+            count: stack.enter_context(_server(model, plan, options, OURS, cells=cells, parallel=count))
+            for count in counts
+        }
+        for repeat, prompt in enumerate(_prompts(text, plan.repeats + 1, plan.prompt, plan.seed)):
+            for count in counts if repeat % 2 else counts[::-1]:
+                before, began = servers[count].cpu_seconds(), time.perf_counter()
+                asked = clients.ask(servers[count], prompt, plan.answer)
+                if asked.status != 200:
+                    raise KVFlashError(f"a server of {count} answers {asked.status}: {asked.why}")
+                took = time.perf_counter() - began, servers[count].cpu_seconds() - before
+                if repeat:  # the first one is warm-up
+                    spent[count].append(took)
+    found: list[Row] = []
+    for count in counts:
+        seconds, cpu = (statistics.median(values) for values in zip(*spent[count], strict=True))
+        first = found[0] if found else {"seconds": seconds, "cpu_s": cpu}
+        found.append({
+            "parallel": count, "seconds": seconds, "cpu_s": cpu, "of_one": seconds / first["seconds"],
+            "cpu_of_one": cpu / first["cpu_s"],
+        })  # fmt: skip
+    return found
+
+
+def _agents(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
+    """`sessions.told` of as many users as each batch has, and of the same sessions one after the other."""
+    from .recall import cases, prompt_tokens, tail_tokens
+
+    trials = Trials(tasks=(plan.task,), depths=(0.5,), trials=max(plan.batches), seed=plan.seed, fact_set="confirm")
+    lengths, text = plan.lengths or (plan.length,), text_tokens(model, plan.filler(), options)
+    made, found = list[sessions.Session](), list[Row]()
+    with opened(model, n_ctx=512, options={**options, "heads": None, "n_gpu_layers": 0}) as llm:
+        for i in range(max(plan.batches)):
+            length = lengths[i % len(lengths)]
+            case = [case for *_, case in cases(llm, trials, plan.filler(), n_tokens=length)][i]
+            result = max(8, length * 3 // 100)
+            results = [cut(text, plan.seed + 7919 * (i * plan.turns + turn), result) for turn in range(plan.turns)]
+            said = [prompt_tokens(llm, case), *results, tail_tokens(llm, case, case.asks[0])]
+            made.append(sessions.Session(said, case.asks[0].is_correct))
+    n_ctx = max(sum(map(len, one.said)) + (plan.turns + 2) * plan.answer for one in made) + CHUNK
+    for count in plan.batches:
+        both = []
+        for beside in (True, False):
+            mine = [one.again() for one in made[:count]]
+            line = [*serve_options(options, pool=count * plan.share, n_ctx=n_ctx), "-np", str(count)]
+            with served(model, [*line, *shlex.split(plan.serve)]) as server:
+                users = [[one] for one in mine] if beside else [mine]
+                seconds = sessions.play(server, users, plan.answer, seed=plan.seed, thinks=beside)
+                lost = server.metrics()["conversations_lost_total"]
+            both.append(mine)
+            if beside:
+                row = {"users": count, "seconds": seconds, "lost": lost}
+        found.append({**row, **sessions.told(*both)})
+        _tell(**found[-1])
+    return found

@@ -45,12 +45,14 @@ def served(llm: Llama, *, park_bytes: int, folder: Path | None) -> Iterator[Sche
         scheduler.close()
 
 
-def answer(scheduler: Scheduler, tokens: Sequence[int], most: int, number: int, *, shared: int = 0) -> Finished:
-    """One answer, greedy and of exactly `most` tokens. KVFlashError if it fails."""
+def answer(
+    scheduler: Scheduler, tokens: Sequence[int], most: int, number: int, *, shared: int = 0, ignore_eos: bool = True
+) -> Finished:
+    """One greedy answer of `most` tokens, or fewer without `ignore_eos`. KVFlashError if it fails."""
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     request = Request(
-        id=str(number), tokens=np.asarray(tokens, np.int32), max_tokens=most, sampling=GREEDY, ignore_eos=True,
-        shared_until=shared,
+        id=str(number), tokens=np.asarray(tokens, np.int32), max_tokens=most, sampling=GREEDY,
+        ignore_eos=ignore_eos, shared_until=shared,
     )  # fmt: skip
     scheduler.submit(request, inbox.put)
     while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import subprocess
 import sys
@@ -102,6 +103,12 @@ class Server:
         text = self.ask("/metrics").body
         pairs = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name.removeprefix("kvflash:"): float(value) for name, value in pairs}
+
+    def cpu_seconds(self) -> float:
+        """What all of its threads have computed so far: on a shared machine it says more than a clock. Of Linux."""
+        text = (Path("/proc") / str(self.process.pid) / "stat").read_text(encoding="ascii")
+        user, system = text.rsplit(")", 1)[1].split()[11:13]  # the name before it can have spaces
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     def resources(self) -> dict[str, int]:
         """What the process has: bytes of memory without files, threads, open descriptors. Of Linux."""

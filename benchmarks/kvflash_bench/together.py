@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import llama_cpp
 import numpy as np
 
 from kvflash_ggml.constants import CHUNK, round_up
@@ -17,6 +17,8 @@ from kvflash_ggml.llama.opening import open_beside
 from kvflash_ggml.sequence import together
 from kvflash_ggml.sequence.step import LAST
 
+from . import serving
+from .asks import Ask, Case
 from .inside import paged
 from .opening import opened
 from .outcomes import Plan as Trials
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 
 WARM = 8
 """Steps before the timed ones: the first ones build the graph."""
+
+TAU = 16
+"""Tokens between two looks of `recalled`: a fixed number, so that no answer depends on the clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +48,10 @@ class Pace:
 
 
 @contextmanager
-def texts_on(
-    model: str, count: int, share: int, *, n_ctx: int, reading: str, options: dict[str, Any]
-) -> Iterator[list[Llama]]:
+def texts_on(model: str, count: int, share: int, *, n_ctx: int, options: dict[str, Any]) -> Iterator[list[Llama]]:
     """Models that hold one text each, of a pool in which each text has `share` tokens."""
     pool = count * round_up(share, CHUNK)
-    fields = {"parallel": count, "reading": reading}
-    with opened(model, n_ctx=n_ctx, options=options, pool=pool, policy="qk", fields=fields) as llm:
+    with opened(model, n_ctx=n_ctx, options=options, pool=pool, policy="qk", fields={"parallel": count}) as llm:
         yield [llm, *(open_beside(llm, seq) for seq in range(1, count))]
 
 
@@ -66,19 +68,11 @@ def step(llms: Sequence[Llama], tokens: Sequence[int]) -> list[int]:
     return [one.likeliest[-1] for _, one in prepared if one.likeliest]
 
 
-def newest(llm: Llama) -> int:
-    """The likeliest token after a text that has been evaluated just now."""
-    text = paged(llm)
-    row = text.logits.row(text.length - 1)
-    assert row is not None
-    return int(text.engine.argmax([row])[0])
-
-
 def pace(model: str, count: int, *, length: int, share: int, decode: int, seed: int, options: dict[str, Any]) -> Pace:
     """Read `count` random texts by the pool, and decode until each has `length` tokens."""
     random = np.random.default_rng(seed)
     n_ctx = 2 * max(length, share)  # chunks leave, and looks are made, as in a long conversation
-    with texts_on(model, count, share, n_ctx=n_ctx, reading="pool", options=options) as llms:
+    with texts_on(model, count, share, n_ctx=n_ctx, options=options) as llms:
         drawn = random.integers(10, min(llms[0].n_vocab() - 10, 4000), (count, length)).astype(np.int32)
         for llm, tokens in zip(llms, drawn, strict=True):
             llm.eval(tokens[: length - decode - WARM].tolist())
@@ -110,39 +104,33 @@ def _look_seconds(texts: Sequence[Text]) -> float:
 
 
 def recalled(
-    model: str, count: int, trials: Trials, text: str, *, context: int, share: int, options: dict[str, Any]
-) -> list[bool]:
-    """Was each question answered right? `count` documents are read exactly, one after the other, and their questions
-    are answered in steps of all of them. Tasks of one question a document.
+    model: str, count: int, trials: Trials, text: str, *, lengths: Sequence[int], share: int, rule: str, most: int,
+    options: dict[str, Any],
+) -> list[list[bool]]:  # fmt: skip
+    """Which questions are answered right, by documents: `count` conversations at a time, whose questions are asked at
+    once. Each has `share` tokens of the pool, or what the rule of `pool_share` gives it.
+
+    lengths: tokens of the documents, in turns. most: questions of a document, at most. KVFlashError if one has no
+    answer.
     """
-    right: list[bool] = []
-    with texts_on(model, count, share, n_ctx=context + TAIL_ROOM, reading="exact", options=options) as llms:
-        found = [case for _, _, case in cases(llms[0], trials, text, n_tokens=context)]
-        for at in range(0, len(found), count):
-            part = found[at : at + count]
-            replies: list[list[int]] = []
-            for llm, case in zip(llms, part, strict=False):
-                llm.reset()
-                llm.eval(prompt_tokens(llm, case) + tail_tokens(llm, case, case.asks[0]))
-                replies.append([newest(llm)])
-            for _ in range(MAX_NEW - 1):
-                open_ = [i for i, case in enumerate(part) if not _is_done(llms[i], case.asks[0], replies[i])]
-                if not open_:
-                    break
-                drawn = step([llms[i] for i in open_], [replies[i][-1] for i in open_])
-                for i, token in zip(open_, drawn, strict=True):
-                    replies[i].append(token)
-            right += [
-                case.asks[0].is_correct(_text(llm, reply))
-                for llm, case, reply in zip(llms, part, replies, strict=False)
-            ]
+    fields = {"parallel": count, "reading": "exact", "tau": TAU, "pool_share": rule}
+    pool, n_ctx, right = count * round_up(share, CHUNK), max(lengths) + TAIL_ROOM, list[list[bool]]()
+    with opened(model, n_ctx=n_ctx, options=options, pool=pool, policy="qk", fields=fields) as llm:
+        by_length = {length: [case for *_, case in cases(llm, trials, text, n_tokens=length)] for length in lengths}
+        documents = [by_length[lengths[i % len(lengths)]][i] for i in range(len(by_length[lengths[0]]))]
+        with serving.served(llm, park_bytes=1 << 30, folder=None) as scheduler, ThreadPoolExecutor(count) as clients:
+
+            def asked(case: Case, ask: Ask) -> bool:
+                document = prompt_tokens(llm, case)
+                prompt = document + tail_tokens(llm, case, ask)
+                end = serving.answer(
+                    scheduler, prompt, MAX_NEW, id(ask), shared=len(document), ignore_eos=False
+                )  # fmt: skip
+                return ask.is_correct(llm.detokenize(list(end.tokens)).decode("utf-8", "replace"))
+
+            for at in range(0, len(documents), count):
+                part = documents[at : at + count]
+                rounds = zip(*(case.asks[:most] for case in part), strict=True)
+                answers = [list(clients.map(asked, part, asks)) for asks in rounds]
+                right += [list(row) for row in zip(*answers, strict=True)]
     return right
-
-
-def _is_done(llm: Llama, ask: Any, reply: Sequence[int]) -> bool:
-    ended = llama_cpp.llama_vocab_is_eog(llm._model.vocab, reply[-1])
-    return bool(ended) or ask.is_settled(_text(llm, reply))
-
-
-def _text(llm: Llama, reply: Sequence[int]) -> str:
-    return llm.detokenize(list(reply)).decode("utf-8", "replace")

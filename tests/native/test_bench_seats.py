@@ -30,9 +30,24 @@ def test_sequences_decode_together(models: dict[str, Path], loaded: None) -> Non
 
 
 def test_a_question_is_answered_as_well_beside_others(models: dict[str, Path], loaded: None) -> None:
-    shape = ("--batches", "2", "--length", "1K", "--share", "512", "--trials", "4")
-    alone, beside = measured(models["dense"], "--questions", "recall", *shape)["recall"]
-    assert alone["right"] == beside["right"] == beside["same"] == alone["asked"] == 4
+    shape = ("--batches", "2", "--lengths", "600,1K", "--share", "512", "--trials", "4", "--rules", "strict,elastic")
+    rows = measured(models["dense"], "--questions", "recall", *shape)["recall"]
+    assert [(row["sequences"], row["rule"]) for row in rows] == [(1, "strict"), (2, "strict"), (2, "elastic")]
+    assert [(row["asked"], row["right"], row["same"], row["right_by_length"]) for row in rows] == [
+        (4, 4, 4, [2, 2])
+    ] * 3
+
+
+def test_agents_and_one_client(models: dict[str, Path], loaded: None) -> None:
+    shape = ("--batches", "2", "--length", "700", "--share", "512", "--turns", "2", "--prompt", "32", "--answer", "8")
+    found = measured(models["dense"], "--questions", "agents,latency", *shape, "--serve", "--kvflash-tau 16")
+    (agents,) = found["agents"]
+    assert (agents["users"], agents["turns"], agents["lost"]) == (2, 8, 0)
+    assert agents["right"] == agents["right_alone"] == 2
+    assert 1 <= agents["read_ratio"] < 1.05
+    one, two = found["latency"]
+    assert (one["parallel"], two["parallel"], one["of_one"]) == (1, 2, 1)
+    assert two["cpu_of_one"] == two["cpu_s"] / one["cpu_s"] > 0
 
 
 def test_clients_of_a_server(models: dict[str, Path], loaded: None) -> None:

@@ -15,7 +15,7 @@ import click
 import pytest
 
 import kvflash_bench
-from kvflash_bench import clients, seats, sockets, stock
+from kvflash_bench import clients, seats, sessions, sockets, stock
 from kvflash_bench.plans_texts import Seats
 from kvflash_bench.sockets import Reply
 from kvflash_ggml.errors import ConfigError, KVFlashError
@@ -32,8 +32,12 @@ class Fake:
     def __init__(self, *ends: int | type[Exception], pause_s: float = 0.0) -> None:
         self._ends = itertools.cycle(ends or (200,))
         self._lock = threading.Lock()
+        self._cpu = iter((1.0, 4.0, 6.0))
         self._pause_s = pause_s
         self.streamed = threading.Event()
+
+    def cpu_seconds(self) -> float:
+        return next(self._cpu)
 
     def ask(self, path: str, data: dict[str, Any]) -> Reply:
         assert path == "/completion"
@@ -62,6 +66,7 @@ def test_answers_of_clients_are_compared() -> None:
     found = clients.compared(Fake(), PROMPTS, 4)  # type: ignore[arg-type]
     assert (found["finished_alone"], found["finished"], found["equal"], found["why"]) == (3, 3, 3, [])
     assert found["gain"] == pytest.approx(found["alone_s"] / found["together_s"])
+    assert (found["alone_cpu_s"], found["together_cpu_s"]) == (3, 2)
 
 
 def test_who_has_no_answer_is_counted_and_nobody_gains() -> None:
@@ -167,3 +172,58 @@ def test_prompts_are_of_different_places() -> None:
     found = [tuple(one) for seed in range(3) for one in seats._prompts(text, 4, 8, seed)]
     assert len(set(found)) == 12
     assert {len(one) for one in found} == {8}
+
+
+# --- agents
+
+
+class Agents:
+    """A server that says the length of each prompt, and has read what it has not seen. status: of each answer."""
+
+    def __init__(self, status: int = 200, most: int = 4) -> None:
+        self._status, self._most = status, most
+        self._known = 0
+        self.asked: list[list[int]] = []
+
+    @contextmanager
+    def stream(self, path: str, data: dict[str, Any]) -> Iterator[tuple[int, Iterator[Any]]]:
+        prompt = data["prompt"]
+        self.asked.append(prompt)
+        new = len(prompt) - self._known
+        self._known = len(prompt) + data["n_predict"]
+        tokens = [len(prompt)] * min(data["n_predict"], self._most)
+        yield self._status, iter([{"content": "a "}, {"content": "b", "tokens": tokens, "timings": {"prompt_n": new}}])
+
+
+def session(*parts: list[int]) -> sessions.Session:
+    return sessions.Session(list(parts), lambda said: said == "a b")
+
+
+def test_sessions_of_agents_are_told() -> None:
+    mine, its = session([1] * 90, [2] * 10, [3] * 5), session([1] * 90, [2] * 10, [3] * 5)
+    for one in (mine, its):
+        server = Agents()
+        sessions.play(server, [[one]], 2, seed=0, thinks=False)  # type: ignore[arg-type]
+        assert server.asked[2] == [1] * 90 + [90] * 2 + [2] * 10 + [102] * 2 + [3] * 5
+    its.answers[1] = (0, 0)
+    its.last = "another"
+    mine.read[1] += 21
+    assert len(mine.first_s) == 3
+    mine.first_s = [3.0, 1.0, 1.0]
+    found = sessions.told([mine], [its])
+    assert (found["turns"], found["longest"], found["equal"]) == (3, 111, 2)
+    assert (found["right"], found["right_alone"]) == (1, 0)
+    assert found["read_ratio"] == 126 / 105
+    assert found["known"] == pytest.approx((90 / 100 + 100 / 105) / 2)
+    assert found["later_s_p95"] == 1 < found["first_s_p95"] <= 3
+
+
+@pytest.mark.parametrize("server", [Agents(503), Agents(most=1)])
+def test_an_agent_without_an_answer(server: Agents) -> None:
+    with pytest.raises(KVFlashError, match=r"answers 503|ended early"):
+        sessions.play(server, [[session([1], [2])], [session([3])]], 4, seed=0, thinks=False)  # type: ignore[arg-type]
+
+
+def test_rules_are_named() -> None:
+    with pytest.raises(click.BadParameter, match="'fair' is none of"):
+        Seats(rules=("fair",)).check()
