@@ -377,7 +377,7 @@ def test_killed_in_the_middle(slots: int, models: dict[str, Path], tmp_path: Pat
         str(tmp_path / "cache"),
     )
     with serve(models["dense"], *options) as server:
-        server.post("/v1/completions", completion(1))
+        before = server.post("/v1/completions", completion(1))[1]
         time.sleep(0.5)  # the folder is written behind the answer
         streams = [server.frames("/v1/completions", completion(n, max_tokens=4000)) for n in range(2, 2 + slots)]
         for stream in streams:
@@ -386,5 +386,6 @@ def test_killed_in_the_middle(slots: int, models: dict[str, Path], tmp_path: Pat
     with serve(models["dense"], *options) as server:
         reply = server.post("/v1/completions", completion(1))[1]
         assert cached(reply) > 256
+        assert reply["choices"] == before["choices"]
         assert server.post("/v1/completions", completion(2))[0] == 200
         assert server.stop() == 0
