@@ -22,7 +22,7 @@ from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.constants import POOL_STEP, round_up
 from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.sequence.selection import TAU
-from kvflash_ggml.spec.draft import Draft, Tally
+from kvflash_ggml.spec.draft import Draft, DraftStats
 from kvflash_ggml.spec.tree import rows as arranged
 
 from . import report
@@ -161,7 +161,7 @@ def _walk(llm: Llama, text: Forced, plan: Plan, drafts: Sequence[Draft | None] |
     before = session.paging.page_ins
     llm.eval(text.prompt)
     read = session.paging.page_ins
-    tally, made, chosen = Tally(), list[Draft | None](), list[int]()
+    tally, made, chosen = DraftStats(), list[Draft | None](), list[int]()
     for place, root in enumerate(text.goes_on):
         draft = drafted(llm, root) if drafts is None else drafts[place]
         made.append(draft)

@@ -21,7 +21,7 @@ from kvflash_ggml.llama.speculating import HOPES, SERIAL
 from kvflash_ggml.sequence.step import EVERY
 from kvflash_ggml.spec.decision import WIDTHS, Controller, Controls, Fixed
 from kvflash_ggml.spec.draft import Draft
-from kvflash_ggml.spec.loop import Asked, Speculator
+from kvflash_ggml.spec.loop import AskedDrafter, Speculator
 
 from . import report
 from .greedy import compute_for, generate, random_prompt
@@ -229,7 +229,7 @@ def _speculator(
         settings |= {"seconds": plan.draft_ms / 1e3, "sleep": compute_for}
         source = Source(whole.copy(), [arm.source], seed=plan.seed + 1, **settings)
         nested = Speculator([source], controls[1], n_vocab=llm.n_vocab(), ends=())
-    told = Asked(Told(llm, oracle, source, nested))
+    told = AskedDrafter(Told(llm, oracle, source, nested))
     asked = [] if nested is None else nested.asked
     return Speculator([told, *asked], controls[0], n_vocab=llm.n_vocab(), ends=(), nested=nested)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvflash_ggml.spec.draft import Draft, Tally
+from kvflash_ggml.spec.draft import Draft, DraftStats
 
 from .outcomes import Arm
 
@@ -24,7 +24,7 @@ class Walk:
 
     drafts: Sequence[Draft | None]
     chosen: Sequence[int]
-    tally: Tally
+    tally: DraftStats
     read_page_ins: int
     page_ins: int
 
@@ -39,18 +39,18 @@ class Pair:
 
     full: Walk
     pool: Walk
-    target: Tally | None = None
-    drafts: Tally | None = None
+    target: DraftStats | None = None
+    drafts: DraftStats | None = None
 
-    def tallies(self) -> dict[str, Tally]:
+    def tallies(self) -> dict[str, DraftStats]:
         """What is known, by its name."""
         known = {"full": self.full.tally, "pool": self.pool.tally, "target": self.target, "drafts": self.drafts}
         return {name: tally for name, tally in known.items() if tally is not None}
 
 
-def total(tallies: Sequence[Tally]) -> Tally:
+def total(tallies: Sequence[DraftStats]) -> DraftStats:
     """All of them as one, without times."""
-    return Tally(
+    return DraftStats(
         steps=sum(one.steps for one in tallies),
         drafted=sum(one.drafted for one in tallies),
         accepted=sum(one.accepted for one in tallies),
@@ -59,7 +59,7 @@ def total(tallies: Sequence[Tally]) -> Tally:
     )
 
 
-def points(full: Sequence[Tally], other: Sequence[Tally]) -> tuple[float | None, float | None]:
+def points(full: Sequence[DraftStats], other: Sequence[DraftStats]) -> tuple[float | None, float | None]:
     """How many points of a hundred more of what was drafted is accepted than with the full cache; its standard error.
 
     Each is given for the same texts in the same order. The share is that of all texts together. Places of one text are
@@ -75,7 +75,7 @@ def points(full: Sequence[Tally], other: Sequence[Tally]) -> tuple[float | None,
     return 100 * more, error
 
 
-def _influence(tallies: Sequence[Tally]) -> tuple[float, np.ndarray] | None:
+def _influence(tallies: Sequence[DraftStats]) -> tuple[float, np.ndarray] | None:
     """Accepted of what was drafted, and how much each text adds to that share: linear about the means."""
     drafted = np.array([one.drafted for one in tallies], float)
     accepted = np.array([one.accepted for one in tallies], float)
@@ -141,5 +141,5 @@ def _firsts(walk: Walk) -> list[float]:
     return [np.nan if draft is None else float(draft.tokens[0] == chosen) for draft, chosen in drafted]
 
 
-def _counts(tally: Tally) -> dict[str, Any]:
+def _counts(tally: DraftStats) -> dict[str, Any]:
     return {name: getattr(tally, name) for name in ("steps", "drafted", "accepted", "reached", "agreed")}

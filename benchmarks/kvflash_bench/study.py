@@ -18,8 +18,8 @@ from kvflash_ggml.arrays import Floats
 from kvflash_ggml.calibration.choice import of_llama
 from kvflash_ggml.calibration.run import calibrate
 from kvflash_ggml.llama.llama import Llama
-from kvflash_ggml.policy.base import REGISTRY, Keys, KeyShape, Scorer, ScoreRequest
-from kvflash_ggml.policy.heads import Heads, every_head, newest
+from kvflash_ggml.policy.base import REGISTRY, Keys, KeyShape, Pairs, Scorer, ScoreRequest
+from kvflash_ggml.policy.heads import every_head, newest
 from kvflash_ggml.policy.qk import QKScorer
 from kvflash_ggml.state.session import Row
 
@@ -91,16 +91,16 @@ class Columns:
         keys: Floats = self.read(chunk)[layer][:, head]
         return keys
 
-    def index_size(self, units: Heads) -> int:
+    def index_size(self, units: Pairs) -> int:
         return self._keys.index_size(units)
 
-    def index(self, chunk: int, units: Heads) -> Row:
+    def index(self, chunk: int, units: Pairs) -> Row:
         return self._keys.index(chunk, units)
 
-    def score_index(self, units: Heads, rows: Sequence[Row], heads: Heads, request: ScoreRequest) -> Floats:
+    def score_index(self, units: Pairs, rows: Sequence[Row], heads: Pairs, request: ScoreRequest) -> Floats:
         return self._keys.score_index(units, rows, heads, request)
 
-    def score_keys(self, chunks: Sequence[int], request: ScoreRequest, heads: Heads | None = None) -> Floats:
+    def score_keys(self, chunks: Sequence[int], request: ScoreRequest, heads: Pairs | None = None) -> Floats:
         if self._exact is None:
             self._exact = self._keys.score_keys(range(self._request.n_chunks), self._request)
         columns = self._exact.reshape(len(self._all), self._request.rows, -1)
@@ -111,7 +111,7 @@ class Columns:
         return columns.reshape(-1, columns.shape[2])[:, list(chunks)]
 
 
-def variants(heads: Heads | None) -> dict[str, Callable[[], Scorer]]:
+def variants(heads: Pairs | None) -> dict[str, Callable[[], Scorer]]:
     """Every registered policy, and the default one with each of its settings changed. heads: None asks all."""
 
     def qk(**settings: Any) -> Callable[[], Scorer]:
@@ -190,7 +190,7 @@ def study(
         llm.close()
 
 
-def _heads(llm: Llama) -> Heads | None:
+def _heads(llm: Llama) -> Pairs | None:
     """The retrieval heads of the model, found now."""
     session = session_of(llm)
     assert session is not None

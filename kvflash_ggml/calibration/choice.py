@@ -16,8 +16,8 @@ import numpy.typing as npt
 from .. import env
 from ..errors import ConfigError, brief
 from ..files import replacing
-from ..policy.base import KeyShape
-from ..policy.heads import Heads, as_heads, every_head
+from ..policy.base import KeyShape, Pairs
+from ..policy.heads import as_heads, every_head
 from ..snapshot.fingerprint import ROPE, ModelFile
 from .measure import Measured
 
@@ -40,7 +40,7 @@ MAX_BYTES = 1 << 20
 """Largest file of heads that is read; the package writes a few KiB."""
 
 LISTED = 32
-"""Heads that the file lists, for a person to read."""
+"""Pairs that the file lists, for a person to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def _title(metadata: dict[str, str], n_vocab: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadScore:
-    """A query head. layer: of the model, as its file counts. found, control, first: see measure.Tally."""
+    """A query head. layer: of the model, as its file counts. found, control, first: see measure.HeadStats."""
 
     layer: int
     head: int
@@ -118,7 +118,7 @@ class Calibration:
         """(layer of the model, head)."""
         return [(x.layer, x.head) for x in self.heads if x.chosen]
 
-    def among(self, layers: Sequence[int]) -> Heads | None:
+    def among(self, layers: Sequence[int]) -> Pairs | None:
         """Return the chosen heads as the policy counts them, None if all count. layers: the pooled ones, in order."""
         if not self.chosen:
             return None

@@ -12,8 +12,7 @@ from typing import Any
 
 from ..errors import CalibrationError, ConfigError, SnapshotError
 from ..logs import Progress
-from ..policy.base import Scorer, Selective
-from ..policy.heads import Heads
+from ..policy.base import Pairs, Scorer, Selective
 from ..sequence.keys import key_shapes
 from ..sequence.sequence import Sequence
 from .choice import Calibration, heads_file, load, of_llama, save
@@ -62,7 +61,7 @@ class HeadFinder:
             self._take(self._load(heads_file(self._subject.identity)))
 
     @property
-    def heads(self) -> Heads | None:
+    def heads(self) -> Pairs | None:
         """The retrieval heads, as the policy names them; None if all heads count."""
         return None if self.calibration is None else self.calibration.among(self._layers)
 
@@ -190,7 +189,7 @@ class HeadFinder:
             logger.exception("all heads count for the policy: the calibration failed")
             return
         if not found.chosen:
-            logger.warning("all heads count for the policy: no head of this model finds what a question asks for")
+            logger.warning("all heads count for the policy: no head of this model finds what questions ask for")
         try:
             save(found, heads_file(self._subject.identity))
         except OSError as err:

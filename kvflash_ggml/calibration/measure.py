@@ -45,7 +45,7 @@ class Reader(Protocol):
         ...
 
 
-class Tally:
+class HeadStats:
     """Sums over questions, per head [n_heads]. found: largest share on the requested fact; control: mean share on the
     other facts; first: how often the requested fact's chunk is the best one.
     """
@@ -69,8 +69,8 @@ class Tally:
         self.first += hits.any(axis=1)
         self.questions += 1
 
-    def merge(self, other: Tally) -> None:
-        """Add the questions of another tally."""
+    def merge(self, other: HeadStats) -> None:
+        """Add the questions of others."""
         self.found += other.found
         self.control += other.control
         self.first += other.first
@@ -79,7 +79,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Means over the questions, per head [n_heads]; see Tally. alone: the same of each document by itself."""
+    """Means over the questions, per head [n_heads]; see HeadStats. alone: the same of each document by itself."""
 
     found: Floats
     control: Floats
@@ -111,10 +111,10 @@ def measure(reader: Reader, tokenize: Tokenize, *, progress: Progress) -> Measur
     plan = [(document, list(_asks(document, tokenize, len(reader.opening)))) for document in texts]
     sizes = [len(document.tokens) + sum(len(tokens) for tokens, _, _ in asks) for document, asks in plan]
     total, done = sum(sizes), 0
-    whole = Tally(reader.n_heads)
-    tallies = [Tally(reader.n_heads) for _ in plan]
+    whole = HeadStats(reader.n_heads)
+    parts = [HeadStats(reader.n_heads) for _ in plan]
     progress(done, total)
-    for (document, asks), tally in zip(plan, tallies, strict=True):
+    for (document, asks), stats in zip(plan, parts, strict=True):
         reader.read(np.concatenate([np.array(reader.opening, np.int32), document.tokens]))
         done += len(document.tokens)
         progress(done, total)
@@ -125,16 +125,16 @@ def measure(reader: Reader, tokenize: Tokenize, *, progress: Progress) -> Measur
             n = masses.shape[2]
             asked, others = [c for c in asked if c < n], [c for c in others if c < n]
             if asked and others:
-                tally.add(masses, asked, others)
+                stats.add(masses, asked, others)
             done += len(tokens)
             progress(done, total)
-        whole.merge(tally)
-    return _means(whole, total, tuple(map(_means, tallies, sizes)))
+        whole.merge(stats)
+    return _means(whole, total, tuple(map(_means, parts, sizes)))
 
 
-def _means(tally: Tally, tokens: int, alone: tuple[Measured, ...] = ()) -> Measured:
-    count = np.float32(max(1, tally.questions))
-    return Measured(tally.found / count, tally.control / count, tally.first / count, tally.questions, tokens, alone)
+def _means(stats: HeadStats, tokens: int, alone: tuple[Measured, ...] = ()) -> Measured:
+    count = np.float32(max(1, stats.questions))
+    return Measured(stats.found / count, stats.control / count, stats.first / count, stats.questions, tokens, alone)
 
 
 def _asks(document: Document, tokenize: Tokenize, shift: int) -> Iterator[tuple[Int32s, list[int], list[int]]]:

@@ -22,9 +22,9 @@ from ..spec.base import Callback, Drafter, FeatureRows, Target
 from ..spec.chained import Eagle3, Mtp, Small
 from ..spec.decision import WIDTHS, Controller, Controls, Fixed
 from ..spec.dflash import DFlash
-from ..spec.draft import Tally
+from ..spec.draft import DraftStats
 from ..spec.find import DFLASH, EAGLE3, MTP, NGRAM, SIMPLE, Found, find
-from ..spec.loop import Asked, Speculator
+from ..spec.loop import AskedDrafter, Speculator
 from ..spec.ngram import NGram
 from .pool_drafter import PoolDrafter
 
@@ -105,8 +105,8 @@ class Drafting:
     features: FeatureRows | None = None
     rows: int = ROWS
     ends: frozenset[int] = frozenset()
-    total: Tally = field(default_factory=Tally)
-    on_pool: Tally = field(default_factory=Tally)
+    total: DraftStats = field(default_factory=DraftStats)
+    on_pool: DraftStats = field(default_factory=DraftStats)
 
     def after(self, speculator: Speculator) -> Drafting:
         """With what came of drafts, and without drafters that are not asked any more: these may be closed."""
@@ -216,9 +216,9 @@ def make_speculator(
     assert reader.sequence is not None
     engine = reader.sequence.engine
     given = [] if llm.draft_model is None else [Callback(llm.draft_model)]
-    sources = [Asked(drafter, is_lone(drafter.name, config, engine)) for drafter in (*given, *drafting.drafters)]
+    sources = [AskedDrafter(drafter, is_lone(drafter.name, config, engine)) for drafter in (*given, *drafting.drafters)]
     if first is not None:
-        sources = [Asked(NGram(), one.lone) if isinstance(one.drafter, NGram) else one for one in first.asked]
+        sources = [AskedDrafter(NGram(), one.lone) if isinstance(one.drafter, NGram) else one for one in first.asked]
     spec = config.spec or SpecConfig()
     ends = drafting.ends or _ends(llm)  # nobody was to draft when the context was made
     speculator = partial(Speculator, n_vocab=llm.n_vocab(), ends=ends)
@@ -227,7 +227,7 @@ def make_speculator(
             return None
         return speculator(sources, _controls(spec, drafting), features=drafting.features, total=drafting.total)
     nested = speculator(sources, _controls(spec, drafting), total=drafting.on_pool) if sources else None
-    pool = Asked(PoolDrafter(reader, nested))
+    pool = AskedDrafter(PoolDrafter(reader, nested))
     asked = [*sources, pool] if spec.width is None else [pool, *sources]
     return speculator(asked, _controls(spec, drafting), features=drafting.features, total=drafting.total, nested=nested)
 

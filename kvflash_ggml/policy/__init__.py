@@ -39,16 +39,11 @@ def resolve(policy: str | Scorer) -> Scorer | None:
     if not isinstance(policy, str):
         if not isinstance(policy, Scorer):
             raise ConfigError(f"a policy is a name or an object with the methods of Scorer, not {policy!r}")
-        _check_whole(policy)
+        if hasattr(policy, "masses_wanted") and not isinstance(policy, Exact):
+            raise ConfigError(
+                f"policy '{policy.name}' has masses_wanted() and no most_masses(), by which room is left for them: "
+                f"define both, or neither"
+            )
         return policy
     check(policy)
     return None if policy == LRU else REGISTRY[policy]()
-
-
-def _check_whole(policy: Scorer) -> None:
-    """Raise ConfigError for a policy that requests attention scores without a maximum: it would never get any."""
-    if hasattr(policy, "masses_wanted") and not isinstance(policy, Exact):
-        raise ConfigError(
-            f"policy '{policy.name}' has masses_wanted() and no most_masses(), by which room is left for them: "
-            f"define both, or neither"
-        )

@@ -16,6 +16,8 @@ LRU = "lru"
 """The policy without a scorer: the chunks that were written or recalled last stay. The baseline."""
 
 Pairs = npt.NDArray[np.int32]
+"""Shape [n, 2], sorted: the index of a pooled layer, and of a query head in it, or of a KV head (a unit)."""
+
 Rows = Sequence[Row]
 
 

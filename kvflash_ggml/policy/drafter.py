@@ -303,7 +303,7 @@ class DrafterScorer:
         if reason not in self._reported:
             self._reported.add(reason)
             logger.warning(
-                "the drafter %s cannot be used (%s): what was used last stays resident until the text is reset",
+                "the drafter %s cannot be used (%s): the chunks used last stay resident until the text is reset",
                 self._source,
                 reason,
             )

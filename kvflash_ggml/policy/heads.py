@@ -9,26 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from ..arrays import Floats, Int64s
 from ..constants import CHUNK
-from .base import Keys, KeyShape, ScoreRequest
-
-Heads = npt.NDArray[np.int32]
-"""Shape [n, 2], sorted: the index of a pooled layer, and of a query head in it. Units name KV heads in the same way."""
+from .base import Keys, KeyShape, Pairs, ScoreRequest
 
 
-def as_heads(pairs: Iterable[tuple[int, int]]) -> Heads:
+def as_heads(pairs: Iterable[tuple[int, int]]) -> Pairs:
     """Return the pairs sorted, each once."""
     return np.array(sorted(set(pairs)), np.int32).reshape(-1, 2)
 
 
-def every_head(shapes: Sequence[KeyShape]) -> Heads:
+def every_head(shapes: Sequence[KeyShape]) -> Pairs:
     return as_heads((layer, head) for layer, shape in enumerate(shapes) for head in range(shape.n_head))
 
 
-def units_of(heads: Heads, shapes: Sequence[KeyShape]) -> Heads:
+def units_of(heads: Pairs, shapes: Sequence[KeyShape]) -> Pairs:
     """Return the KV heads that these query heads read."""
     return as_heads((layer, head // shapes[layer].group) for layer, head in heads.tolist())
 
@@ -40,7 +36,7 @@ def split(request: ScoreRequest, shapes: Sequence[KeyShape]) -> list[Floats]:
     return [part.reshape(request.rows, s.n_head, s.head) for part, s in zip(parts, shapes, strict=True)]
 
 
-def queries_of(heads: Heads, request: ScoreRequest, shapes: Sequence[KeyShape]) -> Floats:
+def queries_of(heads: Pairs, request: ScoreRequest, shapes: Sequence[KeyShape]) -> Floats:
     """Return the queries of some heads, flat: per head [rows, head]."""
     layers = split(request, shapes)
     parts = [layers[layer][:, head].reshape(-1) for layer, head in heads.tolist()]
@@ -144,7 +140,7 @@ SUCCESSOR_MARGIN = 1e-3
 def boost_successors(
     keys: Keys,
     request: ScoreRequest,
-    heads: Heads,
+    heads: Pairs,
     masses: Floats,
     chunks: Sequence[int],
     scores: Floats,

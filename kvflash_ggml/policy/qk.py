@@ -18,10 +18,10 @@ from ..arrays import Floats, Int64s
 from ..constants import CHUNK
 from ..pool.residency import others
 from ..state.session import Layout, Row
-from .base import Keys, Masses, Rows, ScoreRequest, register
-from .heads import Heads, attention_shares, boost_successors, deciding, every_head, newest, softmax_max, units_of
+from .base import Keys, Masses, Pairs, Rows, ScoreRequest, register
+from .heads import attention_shares, boost_successors, deciding, every_head, newest, softmax_max, units_of
 
-LOOKS_KNOWN = 4
+SCORES_KEPT = 4
 """Scores whose shares are kept: more than can be pending at once."""
 
 MAX_WORK = 4e9
@@ -71,7 +71,7 @@ class QKScorer:
     def __init__(
         self,
         *,
-        heads: Heads | None = None,
+        heads: Pairs | None = None,
         query_rows: int = 32,
         age: float = 0.02,
         fade: float = 0.02,
@@ -90,17 +90,17 @@ class QKScorer:
         self._exact_work = exact_work
         self._successors = successors
         self._rows: list[Row | None] = []
-        self._shares: deque[tuple[Floats, Floats]] = deque(maxlen=LOOKS_KNOWN)
+        self._shares: deque[tuple[Floats, Floats]] = deque(maxlen=SCORES_KEPT)
         self.explains = False
         self.measures = True
-        self._reasons: deque[tuple[Floats, list[Reason]]] = deque(maxlen=LOOKS_KNOWN)
+        self._reasons: deque[tuple[Floats, list[Reason]]] = deque(maxlen=SCORES_KEPT)
 
     def open(self, keys: Keys, n_chunks: int) -> None:
         self._keys = keys
         self._rows = [None] * n_chunks
         self._set_heads(every_head(keys.shapes) if self._given is None else self._given)
 
-    def use(self, heads: Heads) -> None:
+    def use(self, heads: Pairs) -> None:
         if self._fixed:
             return
         self._given = heads
@@ -113,13 +113,13 @@ class QKScorer:
         if all(unit in parts for unit in units):
             self._rows = [None if row is None else np.concatenate([row[parts[unit]] for unit in units]) for row in rows]
 
-    def _parts(self, units: Heads) -> dict[tuple[int, ...], slice]:
+    def _parts(self, units: Pairs) -> dict[tuple[int, ...], slice]:
         """Return where each unit lies in a row."""
         ends = np.cumsum([self._keys.index_size(units[i : i + 1]) for i in range(len(units))]).tolist()
         starts = [0, *ends]
         return {tuple(unit): slice(lo, hi) for unit, lo, hi in zip(units.tolist(), starts, ends, strict=False)}
 
-    def _set_heads(self, heads: Heads) -> None:
+    def _set_heads(self, heads: Pairs) -> None:
         shapes = self._keys.shapes
         self._heads, self._units = heads, units_of(heads, shapes)
         self._work = CHUNK * sum(
@@ -154,7 +154,7 @@ class QKScorer:
         return rows
 
     @property
-    def units(self) -> Heads:
+    def units(self) -> Pairs:
         """The KV heads that are indexed."""
         return self._units
 
@@ -193,7 +193,7 @@ class QKScorer:
         """Return how many query rows a score by the index has time for."""
         return max(MIN_ROWS, int(MAX_WORK / (n_chunks * self._work)))
 
-    def masses_wanted(self, n_chunks: int, rows: int) -> tuple[Heads, int]:
+    def masses_wanted(self, n_chunks: int, rows: int) -> tuple[Pairs, int]:
         heads = self._heads
         values = max(1, n_chunks * len(heads))
         rows = min(rows, max(MIN_ROWS, MAX_MASSES // values), MAX_FETCHED // values)
@@ -220,12 +220,12 @@ class QKScorer:
         columns, shares = deciding(masses, chunks, ages)
         follows = scores[chunks] > shares - ages[columns, 0] + 1e-3
         first, heads = len(request.tokens) - request.rows, self._heads.tolist()
-        return [
-            Reason(chunk, *_pair(heads[column // request.rows]), first + column % request.rows, share, follow)
-            for chunk, column, share, follow in zip(
-                chunks.tolist(), columns.tolist(), np.exp(shares).tolist(), follows.tolist(), strict=True
-            )
-        ]
+        reasons = []
+        values = zip(chunks.tolist(), columns.tolist(), np.exp(shares).tolist(), follows.tolist(), strict=True)
+        for chunk, column, share, follow in values:
+            layer, head = heads[column // request.rows]
+            reasons.append(Reason(chunk, layer, head, first + column % request.rows, share, follow))
+        return reasons
 
     def reasons_of(self, scores: Floats) -> list[Reason]:
         """Return why the best chunks of these scores are there, while `explains` is set; nothing for old scores."""
@@ -243,10 +243,6 @@ class QKScorer:
         self._rows.clear()
         self._shares.clear()
         self._reasons.clear()
-
-
-def _pair(head: list[int]) -> tuple[int, int]:
-    return head[0], head[1]
 
 
 @register("qk")

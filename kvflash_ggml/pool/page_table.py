@@ -233,7 +233,7 @@ class PageTable:
         assert len(old.chunks) == -(-start // CHUNK), "rows ahead of the text are neither taken over nor dropped"
         first, last = start // CHUNK, (start + count - 1) // CHUNK
         if old.settled and not rebuild and places is None and first == last and start % CHUNK:
-            # once a token: not `replace`, which looks at every field
+            # once a token: not `replace`, which reads every field
             return Plan(Layout(old.chunks, start + count, old.clock, old.epoch, True, old.resident_chunks), NO_MOVES)
         known = old.chunks if places is None else self._placed(places)
         here = old.resident_chunks if places is None else residency.resident(known)

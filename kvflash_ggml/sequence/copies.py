@@ -1,20 +1,25 @@
-"""Copies of recurrent state and sliding windows through page-locked memory, at the speed of the bus."""
+"""Copies of recurrent state and sliding windows: on the host, through page-locked memory, or kept on the device."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import ref
 
 import numpy as np
 
 from ..arrays import Buffer, room_for
+from ..errors import HostMemoryError
 from ..state.session import Blob, Bytes, Copied, in_memory
 from .worker import Worker
 
 if TYPE_CHECKING:
     from ..native.engine import Engine
+
+logger = logging.getLogger("kvflash_ggml")
 
 LEAST = 4 << 20
 """Bytes. A smaller copy is faster than handing it to a thread."""
@@ -62,7 +67,7 @@ class StateCopies:
         """Make page-locked memory for `size` bytes free, and return whether there is any."""
         if size < LEAST:
             return False
-        wait([worker.submit(_nothing) for worker in self.workers])  # also for work that an interrupt left there
+        wait([worker.submit(lambda: None) for worker in self.workers])  # also for work that an interrupt left there
         self._newest = lambda: None
         if self._size < size:
             self._free()
@@ -92,5 +97,44 @@ class StateCopies:
         self._free()
 
 
-def _nothing() -> None:
-    """Run after all earlier work of a worker."""
+# --- states before draft rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedState:
+    """copy: the state on the host; None if the device keeps it, until the device keeps another one."""
+
+    copy: Buffer | None
+
+
+class DeviceStates:
+    """Saves states of an engine, and puts them back. A device keeps one state of each sequence."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._on_host = False
+        self._newest: dict[int, SavedState] = {}
+
+    def keep(self, seq: int) -> SavedState:
+        """Save the present state of a sequence. On a device nothing waits for it."""
+        if not self._on_host:
+            try:
+                self._newest.pop(seq, None)
+                self._engine.keep_state(seq=seq)
+                self._newest[seq] = kept = SavedState(None)
+                return kept
+            except HostMemoryError as err:
+                self._on_host = True  # for good: another try at each draft would take time
+                logger.warning("recurrent state is copied to the host and back at each draft that needs it: %s", err)
+        return SavedState(self._engine.get_state(seq=seq))
+
+    def put(self, kept: SavedState, length: int, seq: int) -> None:
+        """Put back the state of a sequence of `length` tokens, as often as needed. On SnapshotError there is no
+        state.
+        """
+        end = self._engine.end(length, seq=seq)
+        if kept.copy is not None:
+            self._engine.set_state(kept.copy, end, seq=seq)
+            return
+        assert kept is self._newest.get(seq), "the device keeps another state by now"
+        self._engine.put_state(end, seq=seq)

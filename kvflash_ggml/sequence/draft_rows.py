@@ -13,7 +13,7 @@ from ..arrays import Int32s
 from ..errors import SnapshotError
 from ..pool.masks import Branches, leaving, moving
 from ..pool.plan import Layout
-from .device_states import DeviceStates, SavedState
+from .copies import DeviceStates, SavedState
 from .query_ring import QueryRing
 
 if TYPE_CHECKING:

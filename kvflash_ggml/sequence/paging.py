@@ -199,10 +199,6 @@ class Paging:
     def clear(self) -> None:
         self.store.clear()
 
-    def close(self) -> None:
-        self.store.clear()
-        self.heap.close()
-
     def _fill(self, pages: Sequence[tuple[int, int]], length: int) -> None:
         """Copy page images into their blocks, ahead of the next compute."""
         while pages:

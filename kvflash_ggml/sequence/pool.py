@@ -18,7 +18,7 @@ from ..media.rows import MediaRows, Part, advances_of, are_mutual
 from ..pool.masks import AlibiMask, AlibiStageMask, MaskRows, SlotMask, StageMask
 from ..pool.page_table import BlockAllocator, PageTable
 from ..pool.shares import Claim, dealt, sizes
-from .device_states import DeviceStates
+from .copies import DeviceStates
 from .draft_rows import DraftRows
 from .padding import Padding
 from .step import NO_LOGITS, Logits

@@ -48,7 +48,8 @@ def _state(text: Sequence, length: int | None, *, drafts: bool) -> SessionState:
             saved.rebuild = text.relevance.rebuild
             if drafts and text.follower is not None:
                 saved.drafts = text.follower.state()
-        _check_sound(text, saved)
+        if not all(text.engine.is_sound(page.filled) for page in saved.pages):
+            text.recovery.check()  # a page was not read before its device was lost
     except BaseException:
         saved.release()
         raise
@@ -62,7 +63,7 @@ def kept_state(text: Sequence) -> SessionState:
     """
     length = text.recovery.kept
     if length == 0:
-        raise SnapshotError("nothing of the text is on this machine: no chunk of it was sealed and read in time")
+        raise SnapshotError("nothing of the text is on this machine: no chunk was sealed and copied in time")
     unpooled = text.checkpoints.state().get(length, Bytes(b""))
     return _first_tokens(text, length, unpooled, text.paging.retain_kept(length))
 
@@ -147,12 +148,6 @@ def _put_state(text: Sequence, state: Blob, end: int) -> None:
     else:  # there is no state to go back to
         text.unfinished.work = text.clear
     text.checkpoints.put(state, end)
-
-
-def _check_sound(text: Sequence, saved: SessionState) -> None:
-    """Raise DeviceLost unless every page was read before a device was lost."""
-    if not all(text.engine.is_sound(page.filled) for page in saved.pages):
-        text.recovery.check()
 
 
 def _state_at(text: Sequence, length: int) -> Blob:

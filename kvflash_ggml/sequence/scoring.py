@@ -23,9 +23,8 @@ from ..policy.base import Lasting, Masses, Pairs, Reading, Resumable, Scorer, Sc
 from ..pool.residency import Chunks, few_moves
 from ..state.session import PolicyState, Replay, Statistics, done
 from .keys import HostKeys, most_threads
-from .masses import MassReader
 from .query_ring import QueryCopy, QueryRing
-from .scores import check_scores
+from .scores import AttentionScores, check_scores
 from .selection import Selection
 from .worker import Worker
 
@@ -87,9 +86,9 @@ class Scoring:
         free = beside and not info.host_compute
         share = WORKER_SHARE if free else getattr(scorer, "overhead", DECODE_SHARE)
         threads = max(1, info.n_threads // MIXED_THREADS) if beside and not free else most_threads(idle=free)
-        # Devices that work on several steps at once must not be waited for: a look is used so many steps later, which
+        # Devices that work on several steps at once must not be waited for: scores are used so many steps later, which
         # the placement alone decides, so that equal ones give equal answers.
-        self._lag = max(1, sum(device.overlaps for device in info.devices)) if beside else 0
+        self._behind = max(1, sum(device.overlaps for device in info.devices)) if beside else 0
         self.scorer = scorer
         self._lasting = scorer if isinstance(scorer, Lasting) else None  # once: this check is slow
         self._together = together
@@ -100,7 +99,7 @@ class Scoring:
         self._engine = engine
         self._store = store
         self._ring = ring
-        self.masses = MassReader(engine, scorer, ring)
+        self.masses = AttentionScores(engine, scorer, ring)
         self._worker = Worker("kvflash-score") if beside else None
         self._addresses: list[int] = []
         self._buffers: list[Floats] = []
@@ -109,7 +108,7 @@ class Scoring:
         self._failed: Exception | None = None
         self._later: list[tuple[int, PageImage]] | None = None
         try:
-            self._buffers += [self._buffer() for _ in range(self._lag + 2)]
+            self._buffers += [self._buffer() for _ in range(self._behind + 2)]
             scorer.open(self._keys, n_chunks)
         except BaseException:
             self._free()
@@ -236,7 +235,7 @@ class Scoring:
         while these ran.
         """
         self._raise_failure()
-        if len(self.pending) <= self._lag:
+        if len(self.pending) <= self._behind:
             return None
         return self.pending.popleft().result()
 

@@ -25,60 +25,63 @@ class SelfDraft:
 
     branch_room = 0
 
-    def __init__(self, session: Sequence, room: int) -> None:
-        self._session = session
+    def __init__(self, text: Sequence, room: int) -> None:
+        self._text = text
         self._room = room
 
     def __enter__(self) -> SelfDraft:
-        self._session.begin_self_draft(self._room)
+        text = self._text
+        text.begin(self._room)
+        if text.scoring is not None and text.scoring.is_ready:
+            text.relevance.take_ready()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._session.settle()
+        self._text.settle()
 
     @property
     def tokens(self) -> Int32s:
         """The tokens of the text and of the self-draft."""
-        return self._session.ids[: self._session.length + self._session.ahead]
+        return self._text.ids[: self._text.length + self._text.ahead]
 
     @property
     def left(self) -> int:
         """Tokens that there is room for."""
-        return self._room - self._session.ahead
+        return self._room - self._text.ahead
 
     @property
     def room_ahead(self) -> int:
         """Tokens that one step can evaluate, if some of them may be dropped."""
-        info, most = self._session.engine.info, len(self._session.engine.token)
+        info, most = self._text.engine.info, len(self._text.engine.token)
         return min(self.left, info.rs_planes + 1 if info.recurrent else most)
 
     def write(self, tokens: list[int]) -> None:
         """Evaluate tokens behind the others, in one step. The logits of each of them are available then."""
         rows = np.array(tokens, np.int32)
-        self._session.compute(self._session.prepare(rows, EVERY, generated=True, ahead=self._room, self_draft=True))
+        self._text.compute(self._text.prepare(rows, EVERY, generated=True, ahead=self._room, self_draft=True))
 
     def retain(self, length: int) -> bool:
         """Cut text and self-draft to `length` tokens; the next tokens follow there.
 
         False, and nothing cut, where the memory cannot roll back: then nothing can follow.
         """
-        session = self._session
-        session.unfinished.settle()
-        session.unfinished.work = partial(self._retain, length)
-        session.unfinished.settle()
+        text = self._text
+        text.unfinished.settle()
+        text.unfinished.work = partial(self._retain, length)
+        text.unfinished.settle()
         return len(self.tokens) == length
 
     def _retain(self, length: int) -> None:
         """Cut once. It can be repeated after an interrupt."""
-        session, ahead = self._session, self._session.draft_rows
+        text, ahead = self._text, self._text.draft_rows
         assert ahead is not None
         count = length - ahead.start
         if count < len(ahead.tokens):
-            if not session.engine.truncate(length, seq=session.seq):
+            if not text.engine.truncate(length, seq=text.seq):
                 return
-            session.mask.truncate()
-            session.draft_rows = replace(ahead, tokens=ahead.tokens[:count])
-        if session.follower is not None:
-            session.follower.retained(length)
+            text.mask.truncate()
+            text.draft_rows = replace(ahead, tokens=ahead.tokens[:count])
+        if text.follower is not None:
+            text.follower.retained(length)

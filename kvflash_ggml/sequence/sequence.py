@@ -285,7 +285,7 @@ class Sequence:
                 raise
             if not self._told_of_memory:  # log it once, not at each step
                 self._told_of_memory = True
-                logger.warning("from token %d on what is in the pool is in view: %s", start, err)
+                logger.warning("from token %d on steps see the pool only: %s", start, err)
             step.view, step.streamed = None, None
             step.whole = self.span.of(step.plan, start, n, None, stream=False)[1]
             return False
@@ -400,14 +400,6 @@ class Sequence:
         room = len(tokens) if branches is None else branches.room
         self.begin(room)
         return self.prepare_answer(tokens, EVERY, ahead=room, branches=branches)
-
-    def begin_self_draft(self, room: int) -> None:
-        """Make room for a self-draft of `room` tokens, which sees the pool and is dropped as a whole: see
-        `SelfDraft`.
-        """
-        self.begin(room)
-        if self.scoring is not None and self.scoring.is_ready:
-            self.relevance.take_ready()
 
     def accept(self) -> None:
         """Add the accepted draft rows to the text, and drop the others."""

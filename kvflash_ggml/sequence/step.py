@@ -12,7 +12,7 @@ from ..native.streamed import NOBODY, Asked, Streamed
 from ..pool.masks import Branches, SlotMask, View
 from ..pool.plan import Plan
 from ..state.session import SavedDraft
-from .device_states import SavedState
+from .copies import SavedState
 from .draft_rows import DraftRows
 from .query_ring import QueryRing
 

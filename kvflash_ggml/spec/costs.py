@@ -45,7 +45,7 @@ SURPRISE = 1e-3
 _UNSURE = BINS  # the row of drafts without a probability
 
 
-class Times:
+class StepTimes:
     """Median step times by rows. The first step of a new number of rows is kept apart: it builds a graph.
 
     switch: extra seconds of such a first step. most: the most rows that were timed, 0 for none.
@@ -126,7 +126,7 @@ def _between(timed: dict[int, float], rows: int) -> float:
     return timed[below[-1]] + slope * (rows - below[-1]) if above else timed[right] + max(0.0, slope) * (rows - right)
 
 
-class Survival:
+class Acceptance:
     """P(a drafted token is accepted | the one before it was), by its position and the drafter's own probability.
 
     Only tokens that were tested count. A cell with little evidence is assumed to be like its row, a row like the total,
@@ -215,12 +215,12 @@ class Survival:
         return cells
 
 
-def expected(draft: Draft, survival: Shares) -> Shares:
+def expected(draft: Draft, acceptance: Shares) -> Shares:
     """Return the tokens that a step wins if it verifies the first 0, 1 ... n nodes of a draft; [n + 1].
 
-    survival: acceptance of each node, given its parent.
+    acceptance: of each node, given its parent.
     """
-    reached = survival.tolist()
+    reached = acceptance.tolist()
     for node, parent in enumerate(draft.parent.tolist()):
         if parent != ROOT:
             reached[node] *= reached[parent]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .costs import FADE, HOPE, SAMPLES, Shares, Survival, Times, expected, median
+from .costs import FADE, HOPE, SAMPLES, Acceptance, Shares, StepTimes, expected, median
 from .draft import Draft
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -42,7 +42,7 @@ STAY = 16.0
 FRESH = 128
 """Plain steps are timed again after the time of so many, and for an answer in a text that has grown by half."""
 
-LOOK = 16
+RECONSIDER = 16
 """Steps until a drafter that is not worth asking is considered again: deciding takes time too."""
 
 PROMPT = 64
@@ -133,7 +133,7 @@ class _Source:
     """
 
     def __init__(self, serial: bool, hope: float) -> None:
-        self.survival = Survival(hope)
+        self.acceptance = Acceptance(hope)
         self.failed = 0  # proposals in vain, in a row
         self.resting = 0  # steps until it is thought of again
         self.unasked = 0  # steps since it has proposed
@@ -198,7 +198,7 @@ class Controller(Controls):
         self._widths = tuple(sorted(width for width in widths if width > 1))
         self._serial = frozenset(serial)
         self._eps, self._credit = eps, credit
-        self._times = Times()  # by rows of all texts
+        self._times = StepTimes()  # by rows of all texts
         self._beside = 0  # rows of other texts in the last step
         self._sources: dict[str, _Source] = {}
         self._held, self._since = 0, HOLD  # rows verified last, and steps since they changed
@@ -265,7 +265,7 @@ class Controller(Controls):
             if best.rows > 1:
                 return best.rows - 1 if known.serial else most
             self.off = SPENT if best.short else f"{source} costs more than it wins"
-            known.resting, known.why = LOOK, str(self.off)
+            known.resting, known.why = RECONSIDER, str(self.off)
         return 0
 
     def proposed(self, source: str, draft: Draft | None, seconds: float) -> None:
@@ -280,7 +280,7 @@ class Controller(Controls):
     def choose(self, draft: Draft, instead: Collection[str] = ()) -> int:
         if not len(draft) or self._due or not self._knows:
             return 1
-        tokens = expected(draft, self._source(draft.source).survival.of(draft))
+        tokens = expected(draft, self._source(draft.source).acceptance.of(draft))
         enough = next((width for width in self._widths if width > len(draft)), self._widths[-1])
         fit = [width for width in self._widths if width <= enough or width == self._rows]
         best = self._best(tokens, fit)
@@ -312,14 +312,14 @@ class Controller(Controls):
                 source.resting -= 1
             if draft is not None and name == draft.source:
                 source.failed = 0
-                source.survival.told(draft, path, stopped=stopped)
+                source.acceptance.told(draft, path, stopped=stopped)
             else:
-                source.survival.rest()
+                source.acceptance.rest()
 
     def idle(self, sources: Collection[str]) -> int:
         if self._due or self._rows != 1 or not self._knows:
             return 0
-        return min((self._source(name).resting for name in sources), default=LOOK)
+        return min((self._source(name).resting for name in sources), default=RECONSIDER)
 
     def passed(self, steps: int) -> float:
         seconds = steps * self._time(1)
@@ -332,7 +332,7 @@ class Controller(Controls):
         for source in self._sources.values():
             source.unasked += steps
             source.resting = max(0, source.resting - steps)
-            source.survival.rest(steps)
+            source.acceptance.rest(steps)
         return seconds
 
     def _reckon(self, won: int, seconds: float, *, plain: bool) -> None:
@@ -413,8 +413,8 @@ class Controller(Controls):
 
     def _average(self, source: _Source) -> Shares:
         """Return the tokens that steps of 1, 2 ... rows win with average drafts of this drafter."""
-        survival = source.survival.by_position(source.length(self._widths[-1] - 1))
-        return np.concatenate([[1.0], 1 + np.cumsum(np.cumprod(survival))])
+        accepted = source.acceptance.by_position(source.length(self._widths[-1] - 1))
+        return np.concatenate([[1.0], 1 + np.cumsum(np.cumprod(accepted))])
 
     def _promise(self, name: str) -> float:
         """Return the tokens a second with this drafter instead, 0 if it would not be asked."""

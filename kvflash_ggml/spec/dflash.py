@@ -104,7 +104,7 @@ class Lattice:
         k = self.k
         used = states[:, : k + k * k].astype(np.float64)
         if not np.isfinite(used).all():
-            raise DraftError("a drafter's lattice holds what are no numbers")
+            raise DraftError("a drafter's lattice holds values that are not finite")
         scores = used[:, k:].reshape(-1, k, k)
         scores -= scores.max(axis=2, keepdims=True)
         logp = scores - np.log(np.exp(scores).sum(axis=2, keepdims=True))

@@ -84,7 +84,7 @@ def checked(draft: Draft, *, n_vocab: int, most: int, ends: Collection[int] = ()
         tokens, parent = tokens[:most], parent[:most]
         logp = None if logp is None else logp[:most]
     if len(tokens) and not (tokens.min() >= 0 and tokens.max() < n_vocab):
-        raise DraftError(f"{draft.source}: a token that is not among the {n_vocab} of the vocabulary")
+        raise DraftError(f"{draft.source}: a token out of the vocabulary of {n_vocab}")
     if np.any(parent < ROOT) or np.any(parent >= np.arange(len(parent))):
         raise DraftError(f"{draft.source}: a token follows one that comes later, or none")
     if len(set(zip(parent.tolist(), tokens.tolist(), strict=True))) < len(tokens):
@@ -131,7 +131,7 @@ class Source:
 
 
 @dataclass(slots=True)
-class Tally:
+class DraftStats:
     """Counts of steps, and of the tokens they won.
 
     steps: steps that verified a draft; each wins one token more than it accepts. plain_steps: other steps that

@@ -16,7 +16,7 @@ from ..state.session import SavedDraft
 from . import tree
 from .base import Drafter, FeatureRows, Remembering, Sometimes
 from .decision import Controls
-from .draft import Draft, Tally, checked
+from .draft import Draft, DraftStats, checked
 
 MAX_BAD = 3
 """Unverifiable drafts in a row after which a drafter is not asked any more; the same number of failed steps."""
@@ -38,7 +38,7 @@ ANOTHER = "drafting for another text"
 
 
 @dataclass(slots=True)
-class Asked:
+class AskedDrafter:
     """A drafter and its bookkeeping.
 
     known: tokens of the text that it has observed. read: length of the text when it was asked last. bad: unverifiable
@@ -144,22 +144,22 @@ class Speculator:
 
     def __init__(
         self,
-        drafters: Sequence[Drafter | Asked],
+        drafters: Sequence[Drafter | AskedDrafter],
         controls: Controls,
         *,
         n_vocab: int,
         ends: Collection[int],
         features: FeatureRows | None = None,
-        total: Tally | None = None,
+        total: DraftStats | None = None,
         nested: Speculator | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.controls = controls
-        self._total, self._last = total or Tally(), Tally()
+        self._total, self._last = total or DraftStats(), DraftStats()
         self.off: str | None = None
         self.resting: str | None = None
         self.nested = nested
-        self._all = [one if isinstance(one, Asked) else Asked(one) for one in drafters]
+        self._all = [one if isinstance(one, AskedDrafter) else AskedDrafter(one) for one in drafters]
         self._asked = self._all  # or without the lone ones
         self._refused = 0  # steps in a row that failed with a draft
         self._n_vocab = n_vocab
@@ -180,13 +180,13 @@ class Speculator:
         self._passed = 0  # such steps that are not counted yet
 
     @property
-    def total(self) -> Tally:
+    def total(self) -> DraftStats:
         """Counts since the model was loaded."""
         self._tell_passed()
         return self._total
 
     @property
-    def last(self) -> Tally:
+    def last(self) -> DraftStats:
         """Counts since `begin`."""
         self._tell_passed()
         return self._last
@@ -197,7 +197,7 @@ class Speculator:
         return tuple(drafter.name for drafter in self.drafters)
 
     @property
-    def asked(self) -> Sequence[Asked]:
+    def asked(self) -> Sequence[AskedDrafter]:
         """The drafters with their bookkeeping, for another speculator that asks them too."""
         return tuple(self._all)
 
@@ -226,7 +226,7 @@ class Speculator:
     def begin(self, length: int, most: int | None = None) -> None:
         """Begin a request on a text of `length` tokens, which grows by at most `most`."""
         self._tell_passed()
-        self._last = Tally()
+        self._last = DraftStats()
         self._idle = 0
         self._timed, self._running = False, None
         self._end = None if most is None else length + most
@@ -299,9 +299,9 @@ class Speculator:
         steps, self._passed = self._passed, 0
         if steps:
             seconds = self.controls.passed(steps)
-            for tally in (self._total, self._last):
-                tally.plain_steps += steps
-                tally.seconds_plain += seconds
+            for stats in (self._total, self._last):
+                stats.plain_steps += steps
+                stats.seconds_plain += seconds
 
     def verified(self, path: Sequence[int], rows: int, *, stopped: bool = False) -> None:
         """Count the step that `propose` began: it verified its draft in `rows` rows and accepted the nodes of `path`.
@@ -314,9 +314,9 @@ class Speculator:
         assert draft is not None
         self._refused = 0
         right = [node for node in path if node < len(draft)]  # the rest were padding rows, accepted by luck
-        for tally in (self._total, self._last):
-            tally.verified(draft, right, seconds, self._draft_seconds, stopped=stopped)
-            tally.lucky += len(path) - len(right)
+        for stats in (self._total, self._last):
+            stats.verified(draft, right, seconds, self._draft_seconds, stopped=stopped)
+            stats.lucky += len(path) - len(right)
         self.controls.told(rows, seconds, draft, right, stopped=stopped, beside=self._beside)
 
     def refused(self, why: Exception) -> None:
@@ -335,7 +335,7 @@ class Speculator:
             if self.nested is not None:
                 self.nested.off = self.off  # it is not asked any more either
 
-    def _draft(self, one: Asked, text: Text, root: int, wanted: int, instead: Collection[str]) -> Draft | None:
+    def _draft(self, one: AskedDrafter, text: Text, root: int, wanted: int, instead: Collection[str]) -> Draft | None:
         """Return the part of one drafter's proposal that is worth verifying, or None."""
         tokens = text.tokens
         if not one.is_ready():
@@ -367,7 +367,7 @@ class Speculator:
         self._drafted = draft
         return draft.padded(rows - 1, root)
 
-    def _ask(self, one: Asked, root: int, most: int) -> Draft | None:
+    def _ask(self, one: AskedDrafter, root: int, most: int) -> Draft | None:
         """Return a draft that can be verified; None if there is none, whatever the drafter does."""
         drafter = one.drafter
         try:
@@ -389,14 +389,14 @@ class Speculator:
         one.bad = 0
         return draft
 
-    def _count_bad(self, one: Asked) -> None:
+    def _count_bad(self, one: AskedDrafter) -> None:
         one.bad += 1
         self._total.bad_drafts += 1
         self._last.bad_drafts += 1
 
-    def _disable(self, one: Asked, why: str) -> None:
+    def _disable(self, one: AskedDrafter, why: str) -> None:
         one.bad, one.why = MAX_BAD, why
-        logger.warning("nothing is drafted by %s any more: %s", one.drafter.name, why)
+        logger.warning("%s does not draft any more: %s", one.drafter.name, why)
         if all(other.failed for other in self._all):
             self.off = why
 
@@ -477,7 +477,7 @@ class Speculator:
                 one.told(start, len(tokens))
                 self._tell(one, partial(one.drafter.observe, start, tokens, self._features.of(wants, rows)))
 
-    def _tell(self, one: Asked, what: Callable[[], None]) -> None:
+    def _tell(self, one: AskedDrafter, what: Callable[[], None]) -> None:
         """Call a drafter's method. If it raises, the drafter is switched off and the text goes on."""
         if one.failed:
             return
@@ -502,7 +502,7 @@ def _states(drafters: Iterable[Drafter]) -> list[SavedDraft]:
             try:
                 one = drafter.state()
             except Exception as err:
-                logger.warning("what %s knows of the text is not saved: %s", drafter.name, err)
+                logger.warning("the state of %s is not saved: %s", drafter.name, err)
             else:
                 saved += [one] if one is not None else []
     return saved
@@ -524,7 +524,7 @@ def _load(drafter: Drafter, saved: Sequence[SavedDraft], tokens: Int32s) -> int:
         drafter.propose(int(tokens[-1]), 1)
         return own[0].length
     except Exception as err:
-        logger.warning("%s begins anew behind the text that was restored: %s", drafter.name, err)
+        logger.warning("%s starts anew behind the restored text: %s", drafter.name, err)
     drafter.truncate(0)
     return 0
 
@@ -575,11 +575,11 @@ class SpecStats:
         return None if nested is None else SpecStats(nested)
 
     @property
-    def total(self) -> Tally:
+    def total(self) -> DraftStats:
         """Counts since the model was loaded."""
         return deepcopy(self._speculator.total)
 
     @property
-    def last(self) -> Tally:
+    def last(self) -> DraftStats:
         """Counts of the newest request."""
         return deepcopy(self._speculator.last)

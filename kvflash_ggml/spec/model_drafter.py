@@ -141,7 +141,7 @@ class ModelDrafter:
         context = self._context
         context.reset()
         if saved.origin != self._origin():
-            raise SnapshotError("another file has drafted, or with another window")
+            raise SnapshotError("it was saved by another drafter file, or with another window")
         if saved.rows.size % (4 * width) or saved.end != saved.length + self._place:
             raise SnapshotError("its sizes contradict each other")
         rows = np.frombuffer(saved.rows.read(), np.float32).reshape(-1, width)

@@ -56,42 +56,30 @@ class Events:
         """Report that the page table has changed, or has stayed as it was after a score."""
         scores, self.scores = self.scores, None
         mass = None if scores is None else self._weigh(scores, resident, generating=generating)
-        self._tell(length, resident, recalled, scores, mass, generating)
+        if self.observer is not None:
+            self.observer.changed(
+                length=length, resident=resident, recalled=recalled, scores=scores, evicted_mass=mass,
+                generating=generating,
+            )  # fmt: skip
 
     def truncated(self, length: int, resident: Sequence[int]) -> None:
         """Report that the text was cut or replaced. A change for scores that were noted may still follow."""
-        self._tell(length, resident, (), None, None, False)
+        if self.observer is not None:
+            self.observer.changed(
+                length=length, resident=resident, recalled=(), scores=None, evicted_mass=None, generating=False
+            )
 
     def reset(self) -> None:
         """Forget the text."""
         self.scores = None
         self._total, self._count = 0.0, 0
 
-    def _tell(
-        self,
-        length: int,
-        resident: Sequence[int],
-        recalled: Sequence[int],
-        scores: Floats | None,
-        mass: float | None,
-        generating: bool,
-    ) -> None:
-        if self.observer is not None:
-            self.observer.changed(
-                length=length,
-                resident=resident,
-                recalled=recalled,
-                scores=scores,
-                evicted_mass=mass,
-                generating=generating,
-            )
-
     def _weigh(self, scores: Floats, resident: Sequence[int], *, generating: bool) -> float | None:
         shares = self._shares_of(scores) if self._shares_of is not None else None
         if shares is None:
             return None
         mass = evicted_share(shares, resident)
-        if not generating:  # of a prompt only its last look counts
+        if not generating:  # of a prompt only its last scores count
             self._total, self._count = 0.0, 0
         self._total += mass
         self._count += 1

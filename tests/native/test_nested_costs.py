@@ -18,7 +18,7 @@ from kvflash_ggml.llama.speculating import HOPES, SERIAL
 from kvflash_ggml.spec.base import Features
 from kvflash_ggml.spec.decision import WIDTHS, Controller
 from kvflash_ggml.spec.draft import Draft, chain
-from kvflash_ggml.spec.loop import Asked, Speculator
+from kvflash_ggml.spec.loop import AskedDrafter, Speculator
 
 ROWS = [1, 4, 8, 16, 32]
 POOL = [0.0132, 0.019, 0.026, 0.031, 0.036]
@@ -116,7 +116,7 @@ class Pool(PoolDrafter):
 
 def test_the_pool_is_not_charged_for_a_prompt_that_it_need_not_read() -> None:
     llm: Any = Model(World("32K", 0.9, 0.0, 1))
-    pool, controls = Asked(PoolDrafter(llm)), Controller(serial=SERIAL, hopes=HOPES)
+    pool, controls = AskedDrafter(PoolDrafter(llm)), Controller(serial=SERIAL, hopes=HOPES)
     for _ in range(3):
         controls.told(1, 0.1)
     for length in (5_000, 100_000):

@@ -185,7 +185,7 @@ def test_another_window_or_file_begins_anew(
         with caplog.at_level(logging.WARNING, "kvflash_ggml"):
             taker.load_snapshot(tmp_path / "session.kvs")
         assert [record.message for record in caplog.records] == [
-            f"{drafter_of(taker).name} begins anew behind the text that was restored: another file has drafted, or "
+            f"{drafter_of(taker).name} starts anew behind the restored text: it was saved by another drafter file, or "
             "with another window"
         ]
         context = drafter_of(taker)._context
@@ -271,7 +271,7 @@ def test_hostile_bytes(kind: str, drafting: Any, prompt: Any, caplog: pytest.Log
     everything = np.array(inside(llm).session.tokens)
     nothing = data[:-64] + b"\xff" * 64  # which are no numbers
     inside(llm).speculator.load([replace(saved, context=Bytes(nothing))], everything)
-    assert "begins anew behind the text that was restored: " in caplog.text
+    assert "starts anew behind the restored text: " in caplog.text
     assert drafter._context.first == drafter._context.end
     inside(llm).speculator.load([saved], everything)
     assert inside(llm).speculator.off is None

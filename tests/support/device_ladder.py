@@ -123,7 +123,7 @@ def looks_repeat(placed: Placed, llama: Make, tokens: Tokens) -> None:
         llm = llama("dense", **size, kvflash_policy="qk", kvflash_deterministic=True, **placed.settings)
         check_place(llm, placed)
         scoring = inside(llm).session.scoring
-        assert scoring._lag == (max(1, placed.overlapping) if any(mode != "host" for mode in placed.modes) else 0)
+        assert scoring._behind == (max(1, placed.overlapping) if any(mode != "host" for mode in placed.modes) else 0)
         answer = []
         for token in llm.generate(tokens[:2500].tolist(), temp=0.0):
             answer.append(token)

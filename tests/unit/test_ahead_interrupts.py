@@ -20,7 +20,7 @@ FILES = (
     "sequence/sequence.py",
     "sequence/step.py",
     "sequence/pool.py",
-    "sequence/device_states.py",
+    "sequence/copies.py",
     "sequence/recovery.py",
     "pool/page_table.py",
 )

@@ -8,14 +8,14 @@ from click.testing import CliRunner
 from kvflash_bench import main
 from kvflash_bench.outcomes import Arm
 from kvflash_bench.places import Pair, Walk, points, summary, total
-from kvflash_ggml.spec.draft import Tally, chain
+from kvflash_ggml.spec.draft import DraftStats, chain
 
 ARM = Arm(policy="qk:exact", context=4096, pool=512, note="small")
 
 
 def tally(*accepted, drafted=4):
     """Steps that draft so many tokens, and accept so many of them."""
-    made = Tally()
+    made = DraftStats()
     for count in accepted:
         made.verified(chain(range(drafted), "ngram"), range(count), 0.0)
     return made
@@ -27,7 +27,7 @@ def walk(*accepted, read=0, page_ins=0):
 
 
 def test_several_texts_are_one():
-    whole = total([tally(4, 0), Tally(), tally(1)])
+    whole = total([tally(4, 0), DraftStats(), tally(1)])
     assert (whole.steps, whole.drafted, whole.accepted) == (3, 12, 5)
     assert whole.per_position == tally(4, 0, 1).per_position == (2 / 3, 1 / 2, 1, 1)
 
@@ -53,10 +53,10 @@ def test_where_all_texts_lose_as_much_there_is_no_error():
     assert points(full, [tally(3), tally(2), tally(1)]) == (pytest.approx(-25), pytest.approx(0))
 
 
-@pytest.mark.parametrize("more", [[], [Tally()]])
+@pytest.mark.parametrize("more", [[], [DraftStats()]])
 def test_what_cannot_be_known_is_none(more):
     assert points([tally(1)], [tally(2)]) == (pytest.approx(25), None)
-    assert points([Tally(), *more], [Tally(), *more]) == (None, None)
+    assert points([DraftStats(), *more], [DraftStats(), *more]) == (None, None)
 
 
 def test_a_row():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from kvflash_ggml.spec.costs import Times
+from kvflash_ggml.spec.costs import StepTimes
 from kvflash_ggml.spec.decision import CLIMB, CREDIT, EARNED, EPS, HOLD, WIDTHS, Controller, Controls, Fixed
 from kvflash_ggml.spec.draft import Draft, chain
 
@@ -376,7 +376,7 @@ def test_says_what_it_won() -> None:
 
 
 def test_nothing_is_concluded_across_kernels() -> None:
-    times = Times()
+    times = StepTimes()
     for rows, seconds in ((1, 1.0), (4, 2.5), (16, 2.0), (32, 2.8)):
         times.told(rows, seconds, first=False)
     assert times(2) == pytest.approx(1.5)
@@ -386,7 +386,7 @@ def test_nothing_is_concluded_across_kernels() -> None:
 
 
 def test_the_first_step_of_other_rows_is_kept_apart() -> None:
-    times = Times()
+    times = StepTimes()
     times.told(1, 3.0, first=True)
     times.told(1, 1.0, first=False)
     times.told(4, 7.0, first=True)

@@ -10,7 +10,7 @@ from support.fake_engine import FakeEngine, Faults, make_session
 from support.fake_session import accept
 
 from kvflash_ggml.config import KVFlashConfig
-from kvflash_ggml.sequence.device_states import DeviceStates
+from kvflash_ggml.sequence.copies import DeviceStates
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.self_draft import SelfDraft
 from kvflash_ggml.sequence.sequence import Sequence
@@ -57,7 +57,7 @@ def test_what_is_drafted_and_rejected_has_never_been(full: bool, caplog: pytest.
     assert engine.tokens == [*text, 5]
     assert len(kept) == (0 if full else 5), "after each sketch, and before what was accepted in part or not at all"
     assert len(copies) == 6, "the fake one has no other way to keep it"
-    told = [x for x in caplog.messages if "goes to the host and back" in x]
+    told = [x for x in caplog.messages if "to the host and back" in x]
     assert len(told) == full
     one.close()
 

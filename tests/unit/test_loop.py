@@ -14,7 +14,7 @@ from kvflash_ggml.errors import DecodeError, DraftError
 from kvflash_ggml.spec.base import Features
 from kvflash_ggml.spec.decision import Controller, Controls, Fixed
 from kvflash_ggml.spec.draft import Draft, chain
-from kvflash_ggml.spec.loop import AGAIN, MAX_BAD, UNASKED, WARM, Asked, SpecStats, Speculator
+from kvflash_ggml.spec.loop import AGAIN, MAX_BAD, UNASKED, WARM, AskedDrafter, SpecStats, Speculator
 
 N_VOCAB, END = 100, 99
 ROOT = 5
@@ -216,7 +216,7 @@ def test_after_three_that_cannot_be_verified_it_is_not_asked(what: str, caplog: 
     assert drafter.closed == 1
     assert one.types == ()
     assert [record.message for record in caplog.records if "made up" in record.message] == [
-        f"nothing is drafted by made up any more: {one.off}"
+        f"made up does not draft any more: {one.off}"
     ]
 
 
@@ -536,7 +536,7 @@ def test_a_lone_drafter_is_lent_from_text_to_text() -> None:
     drafter.wants = Features((1,))  # type: ignore[misc]
     features = Rows()
     features.rows = np.zeros((40, 2), np.float32)
-    lone, own = Asked(drafter, lone=True), [Drafts(lambda *_: None, f"own {i}") for i in range(2)]
+    lone, own = AskedDrafter(drafter, lone=True), [Drafts(lambda *_: None, f"own {i}") for i in range(2)]
     texts = [make(own[i], lone, features=features) for i in range(2)]
     texts[1].lend("another text has it")
     drafter.observe = lambda start, told, rows: seen.append((start, len(told)))  # type: ignore[method-assign]
@@ -582,7 +582,7 @@ def test_one_that_is_lent_is_asked_at_once() -> None:
     """Nobody was to be asked in the steps to come."""
     drafter, controls = Drafts(tokens(1, 2, 3), "lone"), Fixed(4)
     controls.idle = lambda sources: 5 if not sources else 0  # type: ignore[method-assign]
-    one = make(Asked(drafter, lone=True), controls=controls)
+    one = make(AskedDrafter(drafter, lone=True), controls=controls)
     one.lend("2 texts are decoded together")
     assert drafted(one) is None
     one.plain()

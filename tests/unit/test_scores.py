@@ -19,10 +19,9 @@ from kvflash_ggml.errors import ConfigError, NotFinite
 from kvflash_ggml.policy import resolve
 from kvflash_ggml.policy.base import Masses
 from kvflash_ggml.sequence.keys import HostKeys
-from kvflash_ggml.sequence.masses import MassReader
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.query_ring import QueryRing
-from kvflash_ggml.sequence.scores import check_scores
+from kvflash_ggml.sequence.scores import AttentionScores, check_scores
 from kvflash_ggml.sequence.worker import Worker
 
 
@@ -263,7 +262,7 @@ class Asking(Foreign):
 def test_heads_are_read_as_the_engine_counts_them() -> None:
     """As a list, or in wider integers, which would name other heads."""
     engine, scorer = FakeEngine(512, 128, query_rows=4), Asking()
-    reader = MassReader(engine, scorer, QueryRing(engine, 0))  # type: ignore[arg-type]
+    reader = AttentionScores(engine, scorer, QueryRing(engine, 0))  # type: ignore[arg-type]
     for heads in ([[0, 1], [1, 0]], np.array([[0, 1], [1, 0]], np.int64)):
         scorer.wanted = heads, 2
         asked = reader.ask(100, 1, 4)
@@ -293,7 +292,7 @@ def test_masses_need_room() -> None:
 
 def test_masses_of_other_heads_are_of_no_use_and_that_is_told() -> None:
     engine, scorer = FakeEngine(512, 128, query_rows=4), Asking()
-    reader = MassReader(engine, scorer, QueryRing(engine, 0))  # type: ignore[arg-type]
+    reader = AttentionScores(engine, scorer, QueryRing(engine, 0))  # type: ignore[arg-type]
     known = Masses(
         heads=np.array([[0, 1]], np.int32), rows=2, chunks=np.zeros(1, np.int64), values=np.zeros((2, 1), np.float32)
     )

@@ -265,7 +265,7 @@ def test_each_adopts_its_own(caplog: pytest.LogCaptureFixture) -> None:
     assert eagle.told == [(0, LENGTH + 10), 0, "eagle3", (LENGTH, 10)]
     assert mtp.told == [(0, LENGTH + 10), 0, 0, (0, LENGTH + 10)]
     assert [record.message for record in caplog.records] == [
-        "mtp begins anew behind the text that was restored: it did not draft when the text was saved"
+        "mtp starts anew behind the restored text: it did not draft when the text was saved"
     ]
     one.truncated(0)
     caplog.clear()
@@ -287,8 +287,8 @@ def test_what_fails_begins_anew(error: Exception, caplog: pytest.LogCaptureFixtu
     assert refused.told == [(0, LENGTH), 0, 0, (0, LENGTH)]
     assert one.off is None
     assert [record.message for record in caplog.records] == [
-        f"what eagle3 knows of the text is not saved: {error}",
-        f"eagle3 begins anew behind the text that was restored: {error}",
+        f"the state of eagle3 is not saved: {error}",
+        f"eagle3 starts anew behind the restored text: {error}",
     ]
 
 
@@ -297,7 +297,7 @@ def test_what_cannot_draft_begins_anew(caplog: pytest.LogCaptureFixture) -> None
     drafter.propose = mock.Mock(side_effect=DecodeError("no numbers"))  # type: ignore[method-assign]
     one.load([KNOWN], text(LENGTH))
     assert drafter.told == ["eagle3", 0]
-    assert "begins anew behind the text that was restored: no numbers" in caplog.text
+    assert "starts anew behind the restored text: no numbers" in caplog.text
 
 
 def test_an_interrupted_load_is_cut(world: Any) -> None:

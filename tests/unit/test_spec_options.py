@@ -13,7 +13,7 @@ from support.fake_llama import Stage, staged
 from kvflash_ggml.cli.report import spec_counters
 from kvflash_ggml.config import SPEC_WINDOW, SpecConfig
 from kvflash_ggml.errors import ConfigError
-from kvflash_ggml.spec.draft import Tally
+from kvflash_ggml.spec.draft import DraftStats
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_options_that_would_change_nothing_are_refused(
 
 def test_the_json_document_says_why_nothing_was_verified() -> None:
     spec = SimpleNamespace(
-        types=("ngram",), off=None, idle="it costs more", speedup=None, excess=0.1, last=Tally(), on_pool=None
+        types=("ngram",), off=None, idle="it costs more", speedup=None, excess=0.1, last=DraftStats(), on_pool=None
     )
     told = spec_counters(spec)
     assert told is not None

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvflash_ggml.spec.draft import Draft, Tally, chain
+from kvflash_ggml.spec.draft import Draft, DraftStats, chain
 
 
 def test_nothing_is_known_of_nothing() -> None:
-    tally = Tally()
+    tally = DraftStats()
     assert (tally.rate, tally.mean_length, tally.per_position) == (None, None, ())
     tally.plain(0.5)
     assert (tally.rate, tally.mean_length) == (None, None)
 
 
 def test_steps_and_what_they_won() -> None:
-    tally = Tally()
+    tally = DraftStats()
     four = chain([1, 2, 3, 4], "a")
     tally.verified(four, [0, 1], 2.0, 0.5)
     tally.verified(four, [], 2.0, 0.5)
@@ -37,14 +37,14 @@ def test_steps_and_what_they_won() -> None:
 
 
 def test_what_the_end_of_an_answer_has_hidden_is_not_counted() -> None:
-    tally = Tally()
+    tally = DraftStats()
     tally.verified(chain([1, 2, 3], "a"), [0], 1.0, stopped=True)
     tally.verified(chain([1, 2, 3], "a"), [], 1.0, stopped=True)
     assert (tally.reached, tally.agreed, tally.accepted, tally.steps) == ([1], [1], 1, 2)
 
 
 def test_in_a_tree_depth_is_what_counts() -> None:
-    tally = Tally()
+    tally = DraftStats()
     tree = Draft(np.array([1, 2, 3, 4], np.int32), np.array([-1, -1, 1, 0], np.int32), "a")
     tally.verified(tree, [1, 2], 1.0)
     assert (tally.drafted, tally.accepted, tally.reached, tally.agreed) == (4, 2, [1, 1], [1, 1])

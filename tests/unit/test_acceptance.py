@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvflash_ggml.spec.costs import HOPE, Survival, expected
+from kvflash_ggml.spec.costs import HOPE, Acceptance, expected
 from kvflash_ggml.spec.draft import Draft, chain
 
 
 def test_nothing_known_is_hoped_for() -> None:
-    survival = Survival()
+    survival = Acceptance()
     assert survival.of(chain([1, 2], "made up")) == pytest.approx([HOPE, HOPE])
     assert survival.by_position(40) == pytest.approx([HOPE] * 40)
 
 
 def test_each_position_is_learned_from_those_that_reached_it() -> None:
     rng = np.random.default_rng(1)
-    survival, rates = Survival(), [0.9, 0.3, 0.8]
+    survival, rates = Acceptance(), [0.9, 0.3, 0.8]
     draft = chain([1, 2, 3], "made up")
     for _ in range(1000):
         count = 0
@@ -29,7 +29,7 @@ def test_each_position_is_learned_from_those_that_reached_it() -> None:
 
 
 def test_what_is_cut_or_not_tested_is_no_failure() -> None:
-    survival = Survival()
+    survival = Acceptance()
     for _ in range(200):
         survival.told(chain([1, 2, 3], "made up"), [0, 1], stopped=True)
         survival.told(chain([1], "made up"), [0])
@@ -40,7 +40,7 @@ def test_what_is_cut_or_not_tested_is_no_failure() -> None:
 
 def test_siblings_count_where_their_parent_was_reached() -> None:
     draft = Draft(np.array([1, 2, 3, 4], np.int32), np.array([-1, -1, 0, 1], np.int32), "made up")
-    survival = Survival()
+    survival = Acceptance()
     for _ in range(300):
         survival.told(draft, [1, 3])
     first, second, below, deep = survival.of(draft)
@@ -54,7 +54,7 @@ def test_tokens_that_a_step_wins() -> None:
 
 
 def test_a_few_misses_are_a_change_where_they_were_not_expected() -> None:
-    survival, draft = Survival(), chain([1, 2, 3], "made up")
+    survival, draft = Acceptance(), chain([1, 2, 3], "made up")
     for _ in range(200):
         survival.told(draft, [0, 1, 2])
     for _ in range(3):
@@ -66,7 +66,7 @@ def test_a_few_misses_are_a_change_where_they_were_not_expected() -> None:
 
 
 def test_hope_comes_back_with_time() -> None:
-    survival, draft = Survival(), chain([1], "made up")
+    survival, draft = Acceptance(), chain([1], "made up")
     for _ in range(100):
         survival.told(draft, [])
     bad = survival.of(draft)[0]
@@ -78,13 +78,13 @@ def test_hope_comes_back_with_time() -> None:
 
 def test_odd_probabilities_fit_in_a_bin() -> None:
     draft = chain([1, 2, 3], "made up", np.array([0.0, 5.0, -1e9], np.float32))
-    survival = Survival()
+    survival = Acceptance()
     survival.told(draft, [0])
     assert np.all(np.isfinite(survival.of(draft)))
 
 
 def test_what_was_tried_again_for_nothing_is_forgotten_later() -> None:
-    survival, draft = Survival(), chain([1], "made up")
+    survival, draft = Acceptance(), chain([1], "made up")
 
     def gained(steps: int) -> float:
         before = survival.by_position(1)[0]
