@@ -23,17 +23,15 @@ from ..pool.page_table import PageTable, PageTableState
 from ..pool.plan import NO_MOVES, Plan
 from ..state.session import Limits
 from ..trace.events import Events
-from .checkpoints import Checkpoints
+from .checkpoints import Checkpoints, Recovery
 from .draft_rows import DraftRows, gather, goes_back
 from .paging import Paging
 from .pool import Pool
 from .query_ring import QueryRing
-from .reading import POOL, Reading, ReadStats
-from .recovery import Recovery
+from .reading import POOL, AttentionSpan, Reading, ReadStats
 from .relevance import Relevance
 from .scoring import Scoring
 from .selection import TAU
-from .span import AttentionSpan
 from .step import EVERY, NO_LOGITS, AfterStep, Follower, Logits, Output, Step, Unfinished
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from support.inside import inside
 from kvflash_ggml import logs
 from kvflash_ggml.errors import EngineError
 from kvflash_ggml.sequence.prefill import extend
-from kvflash_ggml.sequence.span import AttentionSpan
+from kvflash_ggml.sequence.reading import AttentionSpan
 
 POOL = 512
 N_CTX = 2048

@@ -21,7 +21,7 @@ FILES = (
     "sequence/step.py",
     "sequence/pool.py",
     "sequence/copies.py",
-    "sequence/recovery.py",
+    "sequence/checkpoints.py",
     "pool/page_table.py",
 )
 

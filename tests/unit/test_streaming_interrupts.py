@@ -16,7 +16,7 @@ FILES = (
     "sequence/sequence.py",
     "sequence/step.py",
     "sequence/pool.py",
-    "sequence/recovery.py",
+    "sequence/checkpoints.py",
     "sequence/paging.py",
     "sequence/prefill.py",
     "sequence/relevance.py",
