@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -220,16 +220,14 @@ class LlamaModel:
             image.load()
 
     def compute(self, steps: Sequence[model.Pending]) -> None:
-        from ..llama.generation import Pending
-
-        pending, began = [step for step in steps if isinstance(step, Pending)], time.perf_counter()
+        pending, began = cast("Sequence[Pending]", steps), time.perf_counter()
         try:
             errors = together.compute([(step.sequence, step.step) for step in pending], again=False)
         except Exception as err:  # a step could not be taken back: its device is lost
             for step in pending:
                 step.computed, step.error = True, err
             return
-        seconds, rows = time.perf_counter() - began, sum(step.rows for step in pending)
+        seconds, rows = time.perf_counter() - began, sum([step.rows for step in pending])
         for step, error in zip(pending, errors, strict=True):
             step.computed, step.error = bool(step.step.codes), error
             step.seconds, step.beside = seconds, rows - step.rows

@@ -399,22 +399,19 @@ class Scheduler:
         for one in tuple(answers):
             if one.pending is None:
                 self._advance(one)
-        ready = [one for one in tuple(answers) if one.pending is not None and one in self._running]
-        several = [one for one in ready if one.pending is not None and not one.pending.alone]
-        for group in _groups(several, self.model.step_rows):
+        ready = [(one, one.pending) for one in answers if one.pending is not None]
+        for group in _groups([(one, step) for one, step in ready if not step.alone], self.model.step_rows):
             if len(group) > 1:
-                self.model.compute([one.pending for one in group if one.pending is not None])
+                self.model.compute([step for _, step in group])
             # whoever can draw does so before the next step
-            for one in sorted(group, key=lambda one: one.pending is not None and one.pending.failed):
-                self._draw(one)
-        for one in ready:
-            if one not in several:
-                self._draw(one)
+            for one, step in sorted(group, key=lambda pair: pair[1].failed):
+                self._draw(one, step)
+        for one, step in ready:
+            if step.alone:
+                self._draw(one, step)
 
-    def _draw(self, one: _Running) -> None:
+    def _draw(self, one: _Running, step: Pending) -> None:
         """Let an answer draw the tokens of its step: their logits are at hand until the next one."""
-        step = one.pending
-        assert step is not None
         self._advance(one)
         while step.more and one.pending is None and one in self._running:
             self._advance(one)
@@ -465,7 +462,7 @@ class Scheduler:
         if one.job.behind:
             one.slot.interrupt()
         self._running.remove(one)
-        one.slot.request = None
+        one.pending = one.slot.request = None
 
     def _failure(self, one: _Running, err: Exception) -> tuple[str, Event]:
         """How an answer ended that did not come to its end, and its last event."""
@@ -570,17 +567,17 @@ def _failed(code: str, message: str) -> tuple[str, Failed]:
     return code, Failed(code=code, message=message)
 
 
-def _groups(answers: Sequence[_Running], most: int) -> Iterator[list[_Running]]:
+def _groups(ready: Sequence[tuple[_Running, Pending]], most: int) -> Iterator[list[tuple[_Running, Pending]]]:
     """Answers whose next steps are computed together, so many rows at most."""
-    group: list[_Running] = []
+    group: list[tuple[_Running, Pending]] = []
     rows = 0
-    for one in answers:
-        assert one.pending is not None
-        if group and rows + one.pending.rows > most:
+    for one, step in ready:
+        count = step.rows
+        if group and rows + count > most:
             yield group
             group, rows = [], 0
-        group.append(one)
-        rows += one.pending.rows
+        group.append((one, step))
+        rows += count
     if group:
         yield group
 

@@ -69,16 +69,19 @@ class SlotMask:
     def fill(self, start: int, slots: Int32s, first: int = 0) -> npt.NDArray[np.floating]:
         """Write and return the rows of the tokens at positions start, start + 1, ... that take `slots` (shape [n])."""
         n = len(slots)
-        if n == 1 and self._base == start - 1 and self._row == first and self._rows.owners[first] is self:
-            rows = self._rows.data[first : first + 1]  # once a token
-            rows[0, slots[0]] = self._open
-            self._base = start
-            return rows
         rows = self._take(n, first)
         rows[:] = np.where(self._before(start), self._open, self._closed)
         self._own_triangle(rows, start, slots)
         self._base = start if n == 1 else -2
         return rows
+
+    def fill_token(self, start: int, slot: int, row: int = 0) -> None:
+        """Write the row of one token, at position `start` in `slot`: one value, if it follows the row's last token."""
+        if self._base == start - 1 and self._row == row and self._rows.owners[row] is self:
+            self._rows.data[row, slot] = self._open
+            self._base = start
+        else:
+            self.fill(start, np.array([slot], np.int32), row)
 
     def open_span(self, slots: Int32s, first: int = 0) -> None:
         """Let the rows that `fill` wrote last see each other. The rows take these slots."""

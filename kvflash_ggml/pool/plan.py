@@ -71,7 +71,7 @@ def moves_between(old: Sequence[Chunk], new: Sequence[Chunk], images: Images) ->
     return moves
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one is made for each token: freezing it would take longer than all of its fields
 class Layout:
     """The page table at one moment. A change builds another layout, which replaces this one in a single statement.
 
@@ -98,11 +98,7 @@ class Layout:
 
     def slots(self, start: int, out: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Fill `out` with the slots of the positions from `start` on, all of them resident, and return it."""
-        n = len(out)
-        if n == 1:  # once a token
-            out[0] = self.chunks[start // CHUNK].block * CHUNK + start % CHUNK
-            return out
-        at = 0
+        n, at = len(out), 0
         while at < n:
             size = min(CHUNK - (start + at) % CHUNK, n - at)
             slot = self.slot_of(start + at)

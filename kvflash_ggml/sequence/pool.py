@@ -170,7 +170,16 @@ class Pool:
             first, start, n, branches = end, step.start, len(step.tokens), step.branches
             end += n
             step.first, step.codes = first, codes  # one list: the engine notes the result for all at once
-            wait = max(wait, step.wait)
+            if step.wait > wait:
+                wait = step.wait
+            if n == 1 and branches is None and step.streamed is None and step.tokens[0] >= 0:
+                # once a token, by single values: numpy takes three times as long for slices of one
+                engine.seq[first], engine.token[first], engine.pos[first] = step.seq, step.tokens[0], start
+                engine.output[first] = step.output.every or step.output.last
+                engine.query_row[first] = step.queries.row_of(start)
+                engine.slot[first] = slot = step.plan.layout.slot_of(start)
+                step.mask.fill_token(start, slot, first)
+                continue
             engine.seq[first:end] = step.seq
             engine.token[first:end] = step.tokens
             engine.output[first:end] = step.output.every

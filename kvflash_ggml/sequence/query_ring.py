@@ -49,12 +49,13 @@ class QueryRing:
         There must be rows.
         """
         ring = self.ring
-        if count == 1:
-            place[0] = self.order[start % ring]
-        else:
-            newest = min(count, ring)
-            place[: count - newest] = -1
-            place[count - newest :] = self.order[np.arange(start + count - newest, start + count) % ring]
+        newest = min(count, ring)
+        place[: count - newest] = -1
+        place[count - newest :] = self.order[np.arange(start + count - newest, start + count) % ring]
+
+    def row_of(self, pos: int) -> int:
+        """Return the row that takes the query of one token; -1 if no queries are kept."""
+        return self.order.item(pos % self.ring) if self.rows else -1
 
     def rows_of(self, end: int, count: int) -> Int32s:
         """Return the rows of the queries of positions [end - count, end)."""

@@ -46,7 +46,10 @@ class World:
 
     def fill(self, start: int, count: int) -> None:
         """Fill and compare every value with the rule."""
-        rows = self.mask.fill(start, self.slots(start, count))
+        slots = self.slots(start, count)
+        if count == 1:
+            self.mask.fill_token(start, int(slots[0]))
+        rows = self.rows.data[:1] if count == 1 else self.mask.fill(start, slots)
         want = np.full((count, SLOTS), -np.inf, self.rows.data.dtype)
         for i in range(count):
             for chunk, block in self.chunks.items():

@@ -68,6 +68,19 @@ def check(engine: FakeEngine, texts: list[Sequence]) -> None:
             assert bytes(found) == b"".join(engine.truths[text.seq][lo:end])
 
 
+def test_the_queries_of_single_tokens_lie_behind_those_of_a_prompt() -> None:
+    _, _, texts = on_one_pool(2, query_rows=16)
+    assert advance(texts, [20, 9]) == [None, None]
+    for step in range(3):
+        assert advance(texts, [1, 1], seed=step) == [None, None]
+    for text in texts:
+        end = text.length
+        where = np.arange(end - 8, end)
+        want = np.sin(np.outer(text.ids[where] + 7 * where, np.arange(1, ROW_BYTES + 1)))
+        got = text.queries.newest_now(end, 8).reshape(8, -1)
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+
+
 class Scorer:
     name, query_rows, index_bytes = "equal", 0, 0
 
