@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import shutil
 from collections import abc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -57,6 +58,17 @@ def skips_what_a_gpu_cannot_attend_to() -> Iterator[None]:
 def loaded() -> None:
     """llama_cpp can be imported from here on."""
     library.load()
+
+
+@pytest.fixture(scope="session")
+def found_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shutil.copytree(MODELS / "heads", tmp_path_factory.mktemp("found") / "heads")
+
+
+@pytest.fixture
+def known_heads(found_heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trained models' retrieval heads are known: to find those of the dense one takes 10 s of CPU."""
+    monkeypatch.setenv("KVFLASH_HEADS", str(found_heads))
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,8 @@ from support.inside import inside
 from kvflash_bench import main
 from kvflash_ggml.arrays import common_prefix
 
+pytestmark = pytest.mark.usefixtures("known_heads")
+
 OPTIONS = {"n_batch": 256, "n_ubatch": 256, "n_threads": 1, "n_threads_batch": 1, "heads": None}
 
 

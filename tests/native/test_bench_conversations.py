@@ -11,6 +11,8 @@ from click.testing import CliRunner
 
 from kvflash_bench import main
 
+pytestmark = pytest.mark.usefixtures("known_heads")
+
 
 def measured(model: Path, *options: str) -> dict[str, Any]:
     line = ["conversations", str(model), "--count", "4", "--length", "600", "--turns", "2", "--answer", "4"]

@@ -14,6 +14,8 @@ from support.harness import TEXT
 from kvflash_bench import main
 from kvflash_ggml.policy.base import ScoreRequest
 
+pytestmark = pytest.mark.usefixtures("known_heads")
+
 
 def bench(*args: Any) -> dict[str, Any]:
     texts = [word for path in sorted(TEXT.parent.glob("*.txt")) for word in ("--text", path)]

@@ -10,6 +10,8 @@ from click.testing import CliRunner
 
 from kvflash_bench import main
 
+pytestmark = pytest.mark.usefixtures("known_heads")
+
 
 @pytest.mark.parametrize("where", ["--same-process", "--fresh-process"])
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])

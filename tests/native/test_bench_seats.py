@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner
 
 from kvflash_bench import main
+
+pytestmark = pytest.mark.usefixtures("known_heads")
 
 
 def measured(model: Path, *options: str) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from support.harness import TEXT
 from kvflash_bench import main
 from kvflash_ggml.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("known_heads")
+
 
 def bench(*args: Any, verb: str = "spec") -> dict[str, Any]:
     result = CliRunner().invoke(main, [str(x) for x in (verb, *args, "-t", 1)], catch_exceptions=False)

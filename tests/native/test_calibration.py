@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.drafter_models import with_context, with_other_tokens
+from support.harness import MODELS
 from support.inside import inside
 from support.interrupter import signalled
 
 from kvflash_ggml.calibration import finder, run
-from kvflash_ggml.calibration.choice import Calibration, Subject, heads_file, load, of_llama, save
+from kvflash_ggml.calibration.choice import Calibration, Subject, heads_file, load, of_llama, read, save
 from kvflash_ggml.calibration.run import Stopped, calibrate
 from kvflash_ggml.errors import CalibrationError, ConfigError, DecodeError, KVFlashError
 from kvflash_ggml.placement import memory
@@ -56,6 +57,11 @@ def dense(models: dict[str, Path]) -> Calibration:
         return calibrate(llm._model, subject=of_llama(llm), settings=llm.context_params)
 
 
+def kept(model: str | Path) -> Calibration:
+    """The heads of a trained model that the tests keep."""
+    return read(MODELS / "heads" / f"{ModelFile(model).identity()}.json")
+
+
 def answer(llm: Any, tokens: npt.NDArray[np.int32], count: int = 8) -> list[int]:
     stream = llm.generate(tokens.tolist(), temp=0.0)
     made = [int(next(stream)) for _ in range(count)]
@@ -65,7 +71,7 @@ def answer(llm: Any, tokens: npt.NDArray[np.int32], count: int = 8) -> list[int]
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_heads_are_found_behind_the_first_answer_and_kept(
-    kind: str, pooled: Callable[..., Any], tokens: npt.NDArray[np.int32]
+    kind: str, pooled: Callable[..., Any], dense: Calibration, tokens: npt.NDArray[np.int32]
 ) -> None:
     llm = pooled(kind)
     assert llm.kvflash.retrieval_heads is None
@@ -83,6 +89,8 @@ def test_heads_are_found_behind_the_first_answer_and_kept(
     layers = [layer.il for layer in inside(llm).session.engine.layers]
     known = load(path, subject=of_llama(llm), layers=layers, shapes=inside(llm).finder._shapes)
     assert known.questions == 48
+    if kind == "dense":
+        assert known == dense, "the same heads again, behind an answer and in a pool"
     assert tuple(known.chosen) == (heads or ())
     if heads is not None:
         assert inside(llm).session.scoring.scorer.index_bytes < before
@@ -93,9 +101,10 @@ def test_heads_are_found_behind_the_first_answer_and_kept(
     assert inside(again).finder._thread is None, "they are known"
 
 
-def test_the_same_heads_again(pooled: Callable[..., Any], dense: Calibration) -> None:
-    llm = pooled()
-    assert calibrate(llm._model, subject=of_llama(llm), settings=llm.context_params) == dense
+def test_the_tests_files_are_of_these_models(models: dict[str, Path], dense: Calibration) -> None:
+    """Tests that need no heads of their own take them from there."""
+    assert kept(models["dense"]).chosen == dense.chosen
+    assert all(kept(models[kind]).model == ModelFile(models[kind]).identity() for kind in ("dense", "hybrid", "small"))
 
 
 def test_a_file_is_taken_instead(
@@ -115,14 +124,12 @@ def test_a_file_is_taken_instead(
         pooled(kvflash_calibrate=tmp_path / "none.json")
 
 
-def test_a_file_of_another_model_is_refused(pooled: Callable[..., Any], tmp_path: Path) -> None:
-    small = pooled("small", kvflash_calibrate=False)
-    found = calibrate(small._model, subject=of_llama(small), settings=small.context_params)
-    save(found, tmp_path / "small.json")
+def test_a_file_of_another_model_is_refused(pooled: Callable[..., Any], models: dict[str, Path]) -> None:
+    small = MODELS / "heads" / f"{ModelFile(models['small']).identity()}.json"
     with pytest.raises(
         ConfigError, match=r"made for qwen3 scorer-qwen3, 3 layers .* this model is qwen3 recall-qwen3, 6"
     ):
-        pooled(kvflash_calibrate=tmp_path / "small.json")
+        pooled(kvflash_calibrate=small)
 
 
 def test_a_file_of_another_quantisation_is_taken_with_a_warning(
@@ -135,15 +142,15 @@ def test_a_file_of_another_quantisation_is_taken_with_a_warning(
     assert caplog.text.count("another file of this model") == 1
 
 
-def test_positions_are_encoded_as_in_the_session(pooled: Callable[..., Any], dense: Calibration) -> None:
+def test_positions_are_encoded_as_in_the_session(pooled: Callable[..., Any]) -> None:
     """And what was found with other settings is kept by itself."""
-    usual, other = pooled(), pooled(rope_freq_base=500.0)
+    usual, other = pooled("small"), pooled("small", rope_freq_base=500.0)
     subjects = [of_llama(llm) for llm in (usual, other)]
     assert subjects[0].identity == ModelFile(usual.model_path).identity()
     assert subjects[0].identity != subjects[1].identity
     assert subjects[0].title == subjects[1].title
-    assert of_llama(pooled(kv_overrides={"general.name": "x"})).identity != subjects[0].identity
-    assert calibrate(other._model, subject=SUBJECT, settings=other.context_params).heads != dense.heads
+    assert of_llama(pooled("small", kv_overrides={"general.name": "x"})).identity != subjects[0].identity
+    assert calibrate(other._model, subject=SUBJECT, settings=other.context_params).heads != kept(usual.model_path).heads
 
 
 def test_a_model_that_is_closed_meanwhile_stops_it(
@@ -258,7 +265,7 @@ def test_without_memory_for_it_all_heads_count(
     monkeypatch: pytest.MonkeyPatch,
     caplog: Any,
 ) -> None:
-    llm = pooled()
+    llm = pooled("small")
     with monkeypatch.context() as injected:
         reason = inject(injected)
         first = answer(llm, tokens[:2000])
@@ -288,7 +295,7 @@ def test_it_waits_for_requests_and_takes_as_long_as_it_takes(
         return real(*args, progress=step, **keywords)
 
     monkeypatch.setattr(finder, "calibrate", noted)
-    llm = pooled()
+    llm = pooled("small")
     assert "all heads until those that retrieve are found" in llm.kvflash.banner()
     with inside(llm).finder.behind():
         inside(llm).finder.start()
@@ -304,7 +311,7 @@ def test_it_waits_for_requests_and_takes_as_long_as_it_takes(
 def test_a_command_does_not_wait_for_what_takes_long(
     pooled: Callable[..., Any], tokens: npt.NDArray[np.int32], caplog: Any
 ) -> None:
-    llm = pooled()
+    llm = pooled("small")
     answer(llm, tokens[:1000])
     llm.kvflash.calibrated(lambda done, total: None, most=1e-6)
     assert inside(llm).finder.is_finding

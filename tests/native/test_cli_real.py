@@ -33,7 +33,10 @@ def installed() -> bool:
     return True
 
 
-pytestmark = pytest.mark.skipif(not installed(), reason="the native library is not installed")
+pytestmark = [
+    pytest.mark.skipif(not installed(), reason="the native library is not installed"),
+    pytest.mark.usefixtures("known_heads"),
+]
 
 
 @pytest.fixture
@@ -45,9 +48,9 @@ def document(tmp_path: Path) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """No option of whoever runs the tests; only where the library is."""
-    kept = "KVFLASH_LIB_PATH"
-    return {k: v for k, v in os.environ.items() if not k.startswith("KVFLASH_") or k == kept}
+    """No option of whoever runs the tests; only where the library is, and retrieval heads."""
+    kept = ("KVFLASH_LIB_PATH", "KVFLASH_HEADS")
+    return {k: v for k, v in os.environ.items() if not k.startswith("KVFLASH_") or k in kept}
 
 
 def kvflash_run(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:

@@ -12,6 +12,8 @@ from support.harness import MODELS, TEXT
 from support.sounds import wav
 from support.vision import png, write_projector
 
+pytestmark = pytest.mark.usefixtures("known_heads")
+
 REPO = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/examples.md", "docs/snapshots.md", "docs/prefix-cache.md", "docs/images.md")
 ELSEWHERE = "langchain"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy.typing as npt
 import pytest
@@ -341,8 +342,10 @@ def spoil(swapped: Any) -> None:
             heap.view(page)[:] = b"\x7f" * heap.page_bytes
 
 
-@pytest.mark.parametrize(("kind", "policy"), [("dense", "qk"), ("dense", "lru"), ("hybrid", "qk")])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("kind", "policy", "temperature"),
+    [("dense", "qk", 0.0), ("dense", "qk", 0.8), ("dense", "lru", 0.8), ("hybrid", "qk", 0.0)],
+)
 def test_a_spoiled_text_harms_nobody(
     kind: str, policy: str, temperature: float, llama: Callable[..., Any], tokens: npt.NDArray[Any]
 ) -> None:
@@ -373,23 +376,20 @@ def test_a_spoiled_text_harms_nobody(
         assert scheduler.totals.finished["numerical"] == scheduler.slot.counts.lost == 1
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no"), ValueError("what"), MemoryError("none")])
 def test_a_policy_that_raises(
-    error: Exception, llama: Callable[..., Any], tokens: npt.NDArray[Any], monkeypatch: pytest.MonkeyPatch
+    llama: Callable[..., Any], tokens: npt.NDArray[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its request fails, and every later one is answered as if nothing had been."""
     said = conversations(tokens, count=2, length=1300, turns=2)
-    wanted = [lone_answers(llama("dense", **POOL), turns, 8) for turns in said]
+    alone = llama("dense", **POOL)
+    wanted = [lone_answers(alone, turns, 8) for turns in said]
     llm = llama("dense", **POOL)
     scorer = inside(llm).session.scoring.scorer
     with served(llm) as scheduler:
-        with monkeypatch.context() as patch:
-
-            def fail(look: Any) -> Any:
-                raise error
-
-            patch.setattr(scorer, "score", fail)
-            end = ask(scheduler, said[0][0], 8).wait()
-            assert isinstance(end, Failed)
-            assert end.code == "internal_error"
+        for error in RuntimeError("no"), ValueError("what"), MemoryError("none"):
+            with monkeypatch.context() as patch:
+                patch.setattr(scorer, "score", Mock(side_effect=error))
+                end = ask(scheduler, said[0][0], 8).wait()
+                assert isinstance(end, Failed)
+                assert end.code == "internal_error"
         assert play(scheduler, said, 8)[0] == wanted

@@ -50,11 +50,11 @@ def served(
 
 def read_behind(scheduler: Scheduler, id: str, length: int = LENGTH) -> None:
     """Wait until a conversation has so many tokens."""
-    for _ in range(300):
+    for _ in range(6000):
         told = scheduler.conversations.describe(Access())
         if (id, length) in [(one["id"], one["tokens"]) for one in told] and not scheduler.reading:
             return
-        time.sleep(0.2)
+        time.sleep(0.01)
     raise AssertionError(told)
 
 

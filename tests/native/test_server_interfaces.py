@@ -24,7 +24,8 @@ ASKED = "What time is it there? " * 20
 @pytest.fixture(scope="module", params=["recall-qwen3-q8_0", "recall-qwen35-q8_0"])
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     """A plain model and a hybrid one."""
-    with serve(MODELS / f"{request.param}.gguf", "--kvflash", "512", "-c", "8192", "-q") as server:
+    options = ("--kvflash", "512", "-c", "8192", "--kvflash-calibrate", "off", "-q")
+    with serve(MODELS / f"{request.param}.gguf", *options) as server:
         yield server
 
 

@@ -378,7 +378,10 @@ def test_killed_in_the_middle(slots: int, models: dict[str, Path], tmp_path: Pat
     )
     with serve(models["dense"], *options) as server:
         before = server.post("/v1/completions", completion(1))[1]
-        time.sleep(0.5)  # the folder is written behind the answer
+        for _ in range(3000):  # the folder is written behind the answer, a text's tail last
+            if list((tmp_path / "cache").glob("*/*.tail")):
+                break
+            time.sleep(0.02)
         streams = [server.frames("/v1/completions", completion(n, max_tokens=4000)) for n in range(2, 2 + slots)]
         for stream in streams:
             next(stream)

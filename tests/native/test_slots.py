@@ -18,6 +18,8 @@ from kvflash_ggml.batching.scheduler import Scheduler
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, KVFlashError
 
+pytestmark = pytest.mark.usefixtures("known_heads")
+
 Tokens = npt.NDArray[Any]
 SLOTS, SHARE, N_CTX, MOST = 4, 512, 4096, 24
 

@@ -18,6 +18,8 @@ from kvflash_ggml.errors import ConfigError, KVFlashError, SnapshotError
 from kvflash_ggml.host.heap import PageHeap
 from kvflash_ggml.snapshot import codec
 
+pytestmark = pytest.mark.usefixtures("known_heads")
+
 POOL = {"n_ctx": 4096, "kvflash": 512, "kvflash_tau": 8}
 
 

@@ -18,6 +18,8 @@ from kvflash_bench.tasks import needle_task
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.errors import SnapshotError
 
+pytestmark = pytest.mark.usefixtures("known_heads")
+
 POOL = 512
 N_CTX = 4096
 PART, PROMPT, CUT = 1024, 1500, 1300

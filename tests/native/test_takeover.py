@@ -17,6 +17,8 @@ from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.store import shared as shared_module
 from kvflash_ggml.store.objects import FolderObjects
 
+pytestmark = pytest.mark.usefixtures("known_heads")
+
 OPTIONS = ("--kvflash", "512", "-c", "8192", "--kvflash-tau", "16", "--kvflash-calibrate", "off")
 WORDS = TEXT.read_text(encoding="utf-8").split()
 TURNS = 4

@@ -50,7 +50,7 @@ PROMPT = 600
 CUT = 300
 STEPS = 16
 CHUNK = 64
-BATCH = 12  # models a child runs
+BATCH = 24  # models a child runs
 TIMEOUT = 300
 
 
