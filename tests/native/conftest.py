@@ -18,7 +18,17 @@ import numpy.typing as npt
 import pytest
 from support.archs import missing_sources, write_arch, write_latent
 from support.drafter_models import with_head
-from support.harness import MODELS, TEXT, Bare, dequantise, write_iswa, write_latent_heads, write_packed, write_uneven
+from support.harness import (
+    HEADS,
+    MODELS,
+    TEXT,
+    Bare,
+    dequantise,
+    write_iswa,
+    write_latent_heads,
+    write_packed,
+    write_uneven,
+)
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.native import library
@@ -62,7 +72,7 @@ def loaded() -> None:
 
 @pytest.fixture(scope="session")
 def found_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shutil.copytree(MODELS / "heads", tmp_path_factory.mktemp("found") / "heads")
+    return shutil.copytree(HEADS, tmp_path_factory.mktemp("found") / "heads")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from support.harness import TEXT
+from support.harness import TEXT, heads_of
 
 from kvflash_bench import main
 from kvflash_ggml.policy.base import ScoreRequest
@@ -49,7 +49,8 @@ def test_a_question_in_chat_form_is_seen_past_its_template(models: dict[str, Pat
     assert sum(row["hits"] for row in data["rows"]) >= 5
 
 
-def test_scores_rank_the_answer(models: dict[str, Path], loaded: None) -> None:
+def test_scores_rank_the_answer(models: dict[str, Path], loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvflash_bench.study.calibrate", lambda *_, **__: heads_of(models["dense"]))
     data = bench(
         "scores", models["dense"], "--contexts", "2K", "--residency", "25", "--tasks", "multikey4",
         "--depths", "10,40", "--trials", 2, "--seed", 5,

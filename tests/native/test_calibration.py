@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.drafter_models import with_context, with_other_tokens
-from support.harness import MODELS
+from support.harness import HEADS, heads_of
 from support.inside import inside
 from support.interrupter import signalled
 
 from kvflash_ggml.calibration import finder, run
-from kvflash_ggml.calibration.choice import Calibration, Subject, heads_file, load, of_llama, read, save
+from kvflash_ggml.calibration.choice import Calibration, Subject, heads_file, load, of_llama, save
 from kvflash_ggml.calibration.run import Stopped, calibrate
 from kvflash_ggml.errors import CalibrationError, ConfigError, DecodeError, KVFlashError
 from kvflash_ggml.placement import memory
@@ -55,11 +55,6 @@ def dense(models: dict[str, Path]) -> Calibration:
     layers = int(os.environ.get("KVFLASH_TEST_GPU_LAYERS", "0"))
     with closing(Llama(str(models["dense"]), n_gpu_layers=layers, n_threads_batch=1, verbose=False)) as llm:
         return calibrate(llm._model, subject=of_llama(llm), settings=llm.context_params)
-
-
-def kept(model: str | Path) -> Calibration:
-    """The heads of a trained model that the tests keep."""
-    return read(MODELS / "heads" / f"{ModelFile(model).identity()}.json")
 
 
 def answer(llm: Any, tokens: npt.NDArray[np.int32], count: int = 8) -> list[int]:
@@ -103,8 +98,10 @@ def test_heads_are_found_behind_the_first_answer_and_kept(
 
 def test_the_tests_files_are_of_these_models(models: dict[str, Path], dense: Calibration) -> None:
     """Tests that need no heads of their own take them from there."""
-    assert kept(models["dense"]).chosen == dense.chosen
-    assert all(kept(models[kind]).model == ModelFile(models[kind]).identity() for kind in ("dense", "hybrid", "small"))
+    assert heads_of(models["dense"]).chosen == dense.chosen
+    assert all(
+        heads_of(models[kind]).model == ModelFile(models[kind]).identity() for kind in ("dense", "hybrid", "small")
+    )
 
 
 def test_a_file_is_taken_instead(
@@ -125,7 +122,7 @@ def test_a_file_is_taken_instead(
 
 
 def test_a_file_of_another_model_is_refused(pooled: Callable[..., Any], models: dict[str, Path]) -> None:
-    small = MODELS / "heads" / f"{ModelFile(models['small']).identity()}.json"
+    small = HEADS / f"{ModelFile(models['small']).identity()}.json"
     with pytest.raises(
         ConfigError, match=r"made for qwen3 scorer-qwen3, 3 layers .* this model is qwen3 recall-qwen3, 6"
     ):
@@ -150,7 +147,10 @@ def test_positions_are_encoded_as_in_the_session(pooled: Callable[..., Any]) -> 
     assert subjects[0].identity != subjects[1].identity
     assert subjects[0].title == subjects[1].title
     assert of_llama(pooled("small", kv_overrides={"general.name": "x"})).identity != subjects[0].identity
-    assert calibrate(other._model, subject=SUBJECT, settings=other.context_params).heads != kept(usual.model_path).heads
+    assert (
+        calibrate(other._model, subject=SUBJECT, settings=other.context_params).heads
+        != heads_of(usual.model_path).heads
+    )
 
 
 def test_a_model_that_is_closed_meanwhile_stops_it(

@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflash_bench.shapes import SHAPES, write
+from kvflash_ggml.calibration.choice import Calibration, read
 from kvflash_ggml.sequence.prefill import extend
+from kvflash_ggml.snapshot.fingerprint import ModelFile
 from support.inside import inside
 
 from .integrity import check_table
@@ -23,9 +25,15 @@ TESTS = Path(__file__).resolve().parent.parent
 MODELS = TESTS / "models"
 TEXT = TESTS / "text" / "stdlib-docs.txt"
 CHUNK = 64
+HEADS = MODELS / "heads"
 KV_TYPES = {"f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2}
 
 Logits = npt.NDArray[np.float32]
+
+
+def heads_of(model: str | Path) -> Calibration:
+    """The retrieval heads of a trained model, which lie beside it."""
+    return read(HEADS / f"{ModelFile(model).identity()}.json")
 
 
 def row(llm: Any, back: int = 1) -> Logits:
