@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..arrays import Floats
 from ..calibration.finder import HeadFinder
@@ -30,19 +31,24 @@ class DeviceStats:
     bytes: int
 
 
+def _live(read: Callable[[Any], Any], doc: str) -> Any:
+    """Return a property of `PoolStats`. read: takes its value from the sequence, whenever somebody asks."""
+    return property(lambda stats: read(stats._sequence), doc=doc)
+
+
 class PoolStats:
     """Live, read-only counters of one pool, and the calls that change what it keeps."""
 
     def __init__(
         self,
-        session: Sequence,
+        sequence: Sequence,
         size: PoolSize,
         finder: HeadFinder | None,
         speculator: Speculator | None,
         *,
         swa_full: bool,
     ) -> None:
-        self._session = session
+        self._sequence = sequence
         self._speculator = speculator
         self._size = size
         self._finder = finder
@@ -51,86 +57,85 @@ class PoolStats:
     def __repr__(self) -> str:
         return f"<{self.banner()}>"
 
-    @property
-    def pool(self) -> int:
-        """Slots on the device that this text can have."""
-        return self._session.pool.share
+    # --- the text
 
-    @property
-    def n_ctx(self) -> int:
-        """Logical context in tokens."""
-        return self._session.n_ctx
+    n_ctx: int = _live(lambda text: text.n_ctx, "Logical context in tokens.")
+    length: int = _live(lambda text: text.length, "Tokens read so far.")
+    chunks: int = _live(lambda text: len(text.table.chunks), "Chunks of the text read so far.")
+    resident: int = _live(lambda text: text.table.resident, "Chunks that are on the device now.")
+    resident_chunks: tuple[int, ...] = _live(lambda text: text.table.resident_chunks, "Their numbers, ascending.")
+    epoch: int = _live(lambda text: text.table.epoch, "Changes whenever a block changes its chunk.")
+    checkpoints: tuple[int, ...] = _live(
+        lambda text: tuple(sorted(text.checkpoints.state())),
+        "Lengths to which the text can be cut where not all memory is pooled.",
+    )
+    last: ReadStats = _live(
+        lambda text: replace(text.stats),
+        "What the newest request has lost against full attention: a copy, as it stands.",
+    )
+    policy: str = _live(
+        lambda text: text.policy, 'Who stays resident; "none needed" if the pool holds the whole context.'
+    )
+    evicted_mass: float | None = _live(
+        lambda text: text.events.evicted_mass,
+        """Estimated share, 0 to 1, of the attention that text outside the pool would get; None if nothing tells.
 
-    @property
-    def length(self) -> int:
-        """Tokens read so far."""
-        return self._session.length
+        It is of the heads that the policy asks: see `retrieval_heads`. It is the mean over the scoring passes of the
+        newest answer, from its prompt's end on; heads that attend to something in particular count most. The default
+        policy estimates it, from whole chunks: the chunk that is being written is left out.
+        """,
+    )
 
-    @property
-    def chunks(self) -> int:
-        """Chunks of the text read so far."""
-        return len(self._session.table.chunks)
+    # --- paging
 
-    @property
-    def resident(self) -> int:
-        """Chunks that are on the device now."""
-        return self._session.table.resident
+    page_ins: int = _live(lambda text: text.paging.page_ins, "Chunks that came back from the host.")
+    page_outs: int = _live(
+        lambda text: text.paging.page_outs,
+        "Chunks that were copied to the host: each once, when it is full. An eviction copies nothing.",
+    )
+    bytes_in: int = _live(
+        lambda text: text.paging.page_ins * text.engine.info.page_bytes,
+        "Bytes of all page-ins since the model was loaded.",
+    )
+    bytes_out: int = _live(
+        lambda text: text.paging.page_outs * text.engine.info.page_bytes,
+        "Bytes of all page-outs since the model was loaded.",
+    )
+    host_bytes: int = _live(lambda text: text.paging.heap.host_bytes, "Bytes of page images in host memory.")
+    spilled_bytes: int = _live(lambda text: text.paging.heap.spilled_bytes, "Bytes of page images in the spill file.")
 
-    @property
-    def resident_chunks(self) -> tuple[int, ...]:
-        """Their numbers, ascending."""
-        return self._session.table.resident_chunks
+    # --- the pool
 
-    @property
-    def stateful(self) -> bool:
-        """Is there memory that is not pooled (recurrent state, sliding windows), so that a cut needs a checkpoint?"""
-        info = self._session.engine.info
-        return info.recurrent or info.n_swa > 0
+    pool: int = _live(lambda text: text.pool.share, "Slots on the device that this text can have.")
+    stateful: bool = _live(
+        lambda text: text.engine.info.recurrent or text.engine.info.n_swa > 0,
+        "Is there memory that is not pooled (recurrent state, sliding windows), so that a cut needs a checkpoint?",
+    )
+    page_bytes: int = _live(
+        lambda text: text.engine.info.page_bytes, "Bytes of one chunk's keys and values over all pooled layers."
+    )
+    device_bytes: int = _live(lambda text: text.engine.info.device_bytes, "Bytes of the pool on the device; constant.")
+    type_k: str = _live(lambda text: text.engine.info.type_k, 'ggml\'s name of the type of K in the pool, as "f16".')
+    type_v: str = _live(lambda text: text.engine.info.type_v, 'ggml\'s name of the type of V in the pool, as "f16".')
+    pinned: bool = _live(lambda text: text.engine.info.pinned, "Are page images in page-locked memory?")
+    configured_pins: tuple[tuple[int, int], ...] = _live(
+        lambda text: tuple(text.config.pins), "Ranges that the configuration names."
+    )
 
-    @property
-    def checkpoints(self) -> tuple[int, ...]:
-        """Lengths to which the text can be cut where not all memory is pooled."""
-        return tuple(sorted(self._session.checkpoints.state()))
+    # --- streamed steps
 
-    @property
-    def page_ins(self) -> int:
-        """Chunks that came back from the host."""
-        return self._session.paging.page_ins
-
-    @property
-    def page_outs(self) -> int:
-        """Chunks that were copied to the host: each once, when it is full. An eviction copies nothing."""
-        return self._session.paging.page_outs
-
-    @property
-    def bytes_in(self) -> int:
-        """Bytes of all page-ins since the model was loaded."""
-        return self.page_ins * self.page_bytes
-
-    @property
-    def bytes_out(self) -> int:
-        """Bytes of all page-outs since the model was loaded."""
-        return self.page_outs * self.page_bytes
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one chunk's keys and values over all pooled layers."""
-        return self._session.engine.info.page_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of page images in host memory."""
-        return self._session.paging.heap.host_bytes
-
-    @property
-    def spilled_bytes(self) -> int:
-        """Bytes of page images in the spill file."""
-        return self._session.paging.heap.spilled_bytes
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of the pool on the device; constant."""
-        return self._session.engine.info.device_bytes
+    reading: str = _live(
+        lambda text: "exact" if text.reading.exact or not text.bounded else "pool",
+        'What a token of a prompt sees of the text before it: "exact" all of it, or "pool" what is resident.',
+    )
+    stage: int = _live(
+        lambda text: text.pool.stage_slots, "Tokens that a streamed step can see; 0 if there are no layer buffers."
+    )
+    stage_bytes: int = _live(lambda text: text.pool.stage_bytes, "Bytes of the layer buffers on the device; constant.")
+    streamed_steps: int = _live(lambda text: text.streamed_steps, "Steps that saw more of the text than was resident.")
+    streamed_bytes: int = _live(
+        lambda text: text.engine.streamed_bytes, "Bytes that they have copied from page images to the device."
+    )
 
     @property
     def devices(self) -> tuple[DeviceStats, ...]:
@@ -142,48 +147,13 @@ class PoolStats:
                 layers=device.layers,
                 bytes=device.slot_bytes * self.pool + device.staging_bytes + device.query_bytes,
             )
-            for device in self._session.engine.info.devices
+            for device in self._sequence.engine.info.devices
         )
-
-    @property
-    def reading(self) -> str:
-        """What a token of a prompt sees of the text before it: "exact" all of it, or "pool" what is resident."""
-        return "exact" if self._session.reading.exact or not self._session.bounded else "pool"
-
-    @property
-    def stage(self) -> int:
-        """Tokens that a streamed step can see; 0 if there are no stages."""
-        return self._session.pool.stage_slots
-
-    @property
-    def stage_bytes(self) -> int:
-        """Bytes of the stages on the device; constant."""
-        return self._session.pool.stage_bytes
-
-    @property
-    def streamed_steps(self) -> int:
-        """Steps that saw more of the text than was resident."""
-        return self._session.streamed_steps
-
-    @property
-    def streamed_bytes(self) -> int:
-        """Bytes that they have copied from page images to the device."""
-        return self._session.engine.streamed_bytes
-
-    @property
-    def last(self) -> ReadStats:
-        """What the newest request has lost against full attention: a copy, as it stands."""
-        return replace(self._session.stats)
 
     @property
     def spec(self) -> SpecStats | None:
         """What drafts have won; None without speculative decoding."""
         return None if self._speculator is None else SpecStats(self._speculator)
-
-    @property
-    def policy(self) -> str:
-        """Who stays resident; "none needed" if the pool holds the whole context."""
-        return self._session.policy
 
     @property
     def retrieval_heads(self) -> tuple[tuple[int, int], ...] | None:
@@ -200,7 +170,7 @@ class PoolStats:
         if self._finder is not None:
             self._finder.start(again=True)
             self._finder.wait(progress)
-            self._finder.settle(self._session)
+            self._finder.settle(self._sequence)
 
     def calibrated(self, progress: Progress, *, most: float | None = None) -> bool:
         """Wait for the calibration that runs behind the first answer. False if none does.
@@ -213,63 +183,32 @@ class PoolStats:
         self._finder.wait(progress, most=most)
         return True
 
-    @property
-    def evicted_mass(self) -> float | None:
-        """Estimated share, 0 to 1, of the attention that text outside the pool would get; None if nothing tells.
-
-        Of the heads that the policy asks: see `retrieval_heads`.
-
-        Mean over the looks of the newest answer, from its prompt's end on, where heads that look at something in
-        particular count most. Estimated by the default policy, from whole chunks: what is being written is left out.
-        """
-        return self._session.events.evicted_mass
-
-    @property
-    def epoch(self) -> int:
-        """Changes whenever a block changes its chunk."""
-        return self._session.table.epoch
-
-    @property
-    def type_k(self) -> str:
-        """ggml's name of the type of K in the pool, as "f16"."""
-        return self._session.engine.info.type_k
-
-    @property
-    def type_v(self) -> str:
-        """ggml's name of the type of V in the pool, as "f16"."""
-        return self._session.engine.info.type_v
-
-    @property
-    def pinned(self) -> bool:
-        """Are page images in page-locked memory?"""
-        return self._session.engine.info.pinned
-
     def pin(self, lo: int, hi: int) -> None:
         """Keep tokens [lo, hi) on the device from the next step on, bringing them back if need be."""
-        self._session.pin_range(lo, hi)
+        self._sequence.pin_range(lo, hi)
 
     def watch(self, observer: Observer) -> None:
         """Tell an observer of every change of what is resident, in place of one that records."""
-        self._session.events.observer = observer
+        self._sequence.events.observer = observer
 
     def explain(self, wanted: bool) -> None:
-        """Keep from now on why chunks score as they do, for `reasons`, or no longer: a look takes a little longer."""
-        scorer = None if self._session.scoring is None else self._session.scoring.scorer
+        """Keep from now on why chunks score as they do, for `reasons`, or stop. Scoring then takes a little longer."""
+        scorer = None if self._sequence.scoring is None else self._sequence.scoring.scorer
         if isinstance(scorer, QKScorer):
             scorer.explains = wanted
 
     def when_full(self, give_way: Callable[[], bool]) -> None:
-        """Call this, from any thread, where host memory is at its limit, and no spill folder takes what leaves it.
+        """Have `give_way` called, from any thread, where host memory is at its limit and no spill folder takes more.
 
-        It lets something go, or is False.
+        give_way: frees some of it, and returns whether it could.
         """
-        heap = self._session.paging.heap
+        heap = self._sequence.paging.heap
         if heap.limit is not None:
             heap.add_reclaimer(lambda: not heap.spills and give_way())
 
     def reasons(self, scores: Floats) -> list[Reason]:
-        """Why the chunks at the top of a look's scores are there; nothing if the policy cannot tell."""
-        scorer = None if self._session.scoring is None else self._session.scoring.scorer
+        """Return why the chunks with the highest `scores` are there; nothing if the policy cannot tell."""
+        scorer = None if self._sequence.scoring is None else self._sequence.scoring.scorer
         return scorer.reasons_of(scores) if isinstance(scorer, QKScorer) else []
 
     def record(self) -> Trace:
@@ -278,9 +217,9 @@ class PoolStats:
         One recording at a time. `trace.write_html(path)` draws it.
         """
         trace = Trace(self._summary)
-        self._session.events.observer = trace
+        self._sequence.events.observer = trace
         if self.length:
-            self._session.events.truncated(self.length, self.resident_chunks)
+            self._sequence.events.truncated(self.length, self.resident_chunks)
         return trace
 
     def _summary(self) -> Summary:
@@ -298,19 +237,14 @@ class PoolStats:
         ]
         return Summary(facts=facts, evicted_mass=mass)
 
-    @property
-    def configured_pins(self) -> tuple[tuple[int, int], ...]:
-        """Ranges that the configuration names."""
-        return tuple(self._session.config.pins)
-
     def unpin(self) -> None:
-        """Let every pinned token go again, those of the configuration too."""
-        self._session.table.unpin_all()
+        """Unpin every token, those of the configuration too."""
+        self._sequence.table.unpin_all()
 
     def banner(self) -> str:
-        """One line that says what runs."""
-        info = self._session.engine.info
-        most = info.page_bytes * -(-self.n_ctx // CHUNK) if self._session.bounded else 0
+        """Return one line that says what runs."""
+        info = self._sequence.engine.info
+        most = info.page_bytes * -(-self.n_ctx // CHUNK) if self._sequence.bounded else 0
         types = info.type_k if info.type_v in (info.type_k, "") else f"{info.type_k}/{info.type_v}"
         return (
             f"kvflash: pool {self.pool} of {self.n_ctx} tokens ({self._size.why}{self._shares()}), "
@@ -321,8 +255,8 @@ class PoolStats:
         )
 
     def _shares(self) -> str:
-        count, shared = self._size.parallel, self._session.config.is_elastic
-        each = ", and more while others are idle" if shared and self._session.bounded else ""
+        count, shared = self._size.parallel, self._sequence.config.is_elastic
+        each = ", and more while others are idle" if shared and self._sequence.bounded else ""
         return f", for each of {count} sequences{each}" if count > 1 else ""
 
     def _where(self) -> str:
@@ -330,8 +264,8 @@ class PoolStats:
         return " and ".join(f"{x.name}{_told(x, among=len(devices))}" for x in devices)
 
     def _reading(self) -> str:
-        reading, stage = self._session.reading, self.stage
-        if not self._session.bounded:
+        reading, stage = self._sequence.reading, self.stage
+        if not self._sequence.bounded:
             return "reading exact"
         if not reading.exact:
             return f"reading by the pool ({reading.why})"
@@ -346,14 +280,14 @@ class PoolStats:
         return f", drafts by {', '.join(self._speculator.types)}{when}"
 
     def _windows(self) -> str:
-        window = self._session.engine.info.n_swa
+        window = self._sequence.engine.info.n_swa
         if window == 0:
             return ""
         kept = f"all {self.n_ctx}" if self._swa_full else f"the last {window}"
         return f", sliding-window layers keep {kept} tokens (swa_full={self._swa_full})"
 
     def _index(self) -> str:
-        scoring = self._session.scoring
+        scoring = self._sequence.scoring
         size = 0 if scoring is None else scoring.scorer.index_bytes
         if not size:
             return ""

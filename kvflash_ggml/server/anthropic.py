@@ -10,18 +10,16 @@ from pydantic import Field, PlainValidator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from ..batching.messages import Event, Finished, Piece, Usage
+from ..batching.messages import Event, Finished, Usage
 from ..chat.reader import AnswerReader
 from ..chat.values import Delta
 from .chat import prepared, tokens_of
 from .errors import ApiError
-from .exchange import Answer, dumps
-from .fields import note
+from .exchange import Answer, frame
 from .front import Front
 from .images import data_url, image_part
-from .schema import ChatRequest, Objects, PoolFields, _Known, _stop, parse
-from .turns import Turns, as_json, as_object, kind_of, parts_of, read, text_of
-from .usage import report
+from .schema import ChatRequest, Objects, PoolFields, _Known, _stop
+from .turns import Turns, as_json, as_object, kind_of, parts_of, text_of
 
 _CHANGING = re.compile(r"(?<=\bcch=)[0-9a-zA-Z]+")
 """In Claude Code's billing header, the first thing of each request: a number that differs in every one."""
@@ -84,7 +82,6 @@ def _translated(front: Front, http: HttpRequest, asked: MessagesRequest) -> Chat
     for i, message in enumerate(asked.messages):
         _message(turns, tools, message, f"messages.{i}")
     data = {
-        "messages": turns.ended(),
         "tools": _tools(turns, tools),
         "max_tokens": asked.max_tokens,
         "stop": list(asked.stop_sequences),
@@ -92,11 +89,7 @@ def _translated(front: Front, http: HttpRequest, asked: MessagesRequest) -> Chat
         **_choice(asked.tool_choice or {}),
         **_effort(asked),
     }
-    chat: ChatRequest
-    chat, _ = parse(ChatRequest, data, strict=False)
-    chat.kvflash = asked.kvflash
-    note(http, turns.left_out)
-    return chat
+    return turns.chat(http, data, asked.kvflash)
 
 
 def _message(turns: Turns, added: list[dict[str, Any]], message: dict[str, Any], where: str) -> None:
@@ -215,21 +208,15 @@ class MessageAnswer(Answer):
     """Events of an answer as Anthropic's: blocks of text, thinking and calls, one after the other."""
 
     def __init__(self, alias: str, id: str, asked: ChatRequest, reader: AnswerReader, prompt: int) -> None:
-        self._alias, self._id, self._asked, self._prompt = alias, id.replace("-", "_"), asked, prompt
-        self._reader = reader
-        self._text: list[str] = []
+        super().__init__(asked, reader)
+        self._alias, self._id, self._prompt = alias, id.replace("-", "_"), prompt
         self._index = -1
         self._open: tuple[str, int | None] | None = None  # the block that is being written: its kind, and its call
 
     # --- as a whole
 
-    def take(self, event: Event) -> None:
-        if isinstance(event, Piece):
-            self._text.append(event.text)
-
     def choice(self, finished: Finished) -> dict[str, Any]:
-        self._reader.push("".join(self._text), end=True, stopped=finished.reason == "stop")
-        said = self._reader.said
+        said = self._said(finished)
         blocks: list[dict[str, Any]] = []
         if said.reasoning:
             blocks.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
@@ -239,33 +226,23 @@ class MessageAnswer(Answer):
             blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": as_object(call.arguments)})
         return {**self._message(finished.usage), "content": blocks, **self._end(finished)}
 
-    def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> dict[str, Any]:
-        return {**choices[0], **report(self._asked.kvflash.report, finished)}
-
     # --- as a stream
 
     def opening(self) -> bytes:
         """How much was not read again is known at the end only."""
         return _event("message_start", message=self._message(Usage(prompt=self._prompt))) + self.ping()
 
-    def ping(self, doing: str = "", /) -> bytes:
+    def ping(self, doing: str = "") -> bytes:
         return _event("ping")
 
     def frames(self, event: Event) -> Iterator[bytes]:
-        for delta in read(self._reader, event):
+        for delta in self._deltas(event):
             yield from self._delta(delta)
         if isinstance(event, Finished):
             yield from self._close()
-            yield _event(
-                "message_delta",
-                delta=self._end(event),
-                usage=_usage(event.usage),
-                **report(self._asked.kvflash.report, event),
-            )
+            usage = _usage(event.usage)
+            yield _event("message_delta", delta=self._end(event), usage=usage, **self._report(event))
             yield _event("message_stop")
-
-    def ending(self, finished: Finished) -> Iterator[bytes]:
-        return iter(())
 
     def failed(self, error: ApiError) -> bytes:
         held = b"".join(frame for delta in self._reader.push("", end=True) for frame in self._delta(delta))
@@ -334,4 +311,4 @@ def _usage(took: Usage) -> dict[str, Any]:
 
 
 def _event(kind: str, **more: Any) -> bytes:
-    return f"event: {kind}\ndata: {dumps({'type': kind, **more})}\n\n".encode()
+    return frame(more, kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -12,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from ..batching.messages import Image, Request
 from ..chat.reader import Rendered
-from ..chat.values import ChatInput
+from ..chat.values import ChatInput, Reasoning
 from . import bodies, schemas
 from .chat_answer import ChatAnswer
 from .errors import ApiError
@@ -163,17 +164,8 @@ def _answered(given: ChatInput, asked: ChatRequest, *, formatted: bool) -> ChatI
         raise ApiError(400, "tool_choice asks for a call, and there are no tools", param="tool_choice")
     if named is not None and named not in {tool["function"]["name"] for tool in given.tools}:
         raise ApiError(400, f"tool_choice names {named!r}, which is no tool", param="tool_choice")
-    return ChatInput(
-        messages=given.messages,
-        tools=given.tools,
-        choice=choice,
-        named=named,
-        parallel=asked.parallel_tool_calls,
-        reasoning="none" if formatted or asked.reasoning_format == "none" else "auto",
-        enable_thinking=given.enable_thinking,
-        kwargs=given.kwargs,
-        continued=given.continued,
-    )
+    reasoning: Reasoning = "none" if formatted or asked.reasoning_format == "none" else "auto"
+    return replace(given, choice=choice, named=named, parallel=asked.parallel_tool_calls, reasoning=reasoning)
 
 
 def _message(message: Message, index: int, images: Images) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -13,32 +12,21 @@ from ..chat.reader import Rendered
 from .errors import ApiError
 from .exchange import DONE, Answer, dumps, frame
 from .schema import ChatRequest, ToolChoice
-from .usage import FINGERPRINT, marked, report, timings, usage
+from .usage import heading, marked, timings, usage
 
 
 class ChatAnswer(Answer):
     """Events as OpenAI's chat objects: chunks of a stream, or one of the whole."""
 
     def __init__(self, alias: str, id: str, asked: ChatRequest, rendered: Rendered, *, index: int) -> None:
-        self._alias, self._id, self._asked, self._index = alias, id, asked, index
-        self._created = int(time.time())
-        self._reader = rendered.reader()
-        self._text: list[str] = []
-        self._logprobs: list[Logprob] = []
-        self._head = (
-            f'data: {{"id":{dumps(id)},"object":"chat.completion.chunk","created":{self._created},'
-            f'"model":{dumps(alias)},"system_fingerprint":"{FINGERPRINT}","choices":[{{"index":{index},"delta":'
-        )
-
-    def take(self, event: Event) -> None:
-        """For one of the whole."""
-        if isinstance(event, Piece):
-            self._logprobs += event.logprobs
-            self._text.append(event.text)
+        super().__init__(asked, rendered.reader())
+        self._index = index
+        self._base = heading(id, "chat.completion", alias)
+        self._chunk = {**self._base, "object": "chat.completion.chunk"}
+        self._head = f'data: {dumps(self._chunk)[:-1]},"choices":[{{"index":{index},"delta":'
 
     def choice(self, finished: Finished) -> dict[str, Any]:
-        self._reader.push("".join(self._text), end=True, stopped=finished.reason == "stop")
-        said = self._reader.said
+        said = self._said(finished)
         message: dict[str, Any] = {
             "role": "assistant",
             "content": said.content if said.content.strip() or not said.calls else None,
@@ -56,15 +44,11 @@ class ChatAnswer(Answer):
 
     def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> dict[str, Any]:
         return {
-            "id": self._id,
-            "object": "chat.completion",
-            "created": self._created,
-            "model": self._alias,
-            "system_fingerprint": FINGERPRINT,
+            **self._base,
             "choices": list(choices),
             "usage": usage(finished.usage),
             "timings": timings(finished.usage),
-            **report(self._asked.kvflash.report, finished),
+            **self._report(finished),
         }
 
     def chunk(
@@ -96,16 +80,7 @@ class ChatAnswer(Answer):
         return b"".join(self._piece("", (), end=True)) + super().failed(error)
 
     def ending(self, finished: Finished) -> Iterator[bytes]:
-        last = {
-            "id": self._id,
-            "object": "chat.completion.chunk",
-            "created": self._created,
-            "model": self._alias,
-            "system_fingerprint": FINGERPRINT,
-            "choices": [],
-            "timings": timings(finished.usage),
-            **report(self._asked.kvflash.report, finished),
-        }
+        last = {**self._chunk, "choices": [], "timings": timings(finished.usage), **self._report(finished)}
         options = self._asked.stream_options
         if options is not None and options.include_usage:
             yield frame({**last, "usage": usage(finished.usage)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,11 +9,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ..batching.messages import Event, Finished, Logprob, Piece, Request, Started
-from .errors import ApiError
+from .errors import ApiError, invalid
 from .exchange import DONE, Answer, frame
 from .front import Front, several
 from .schema import MAX_ANSWERS, CompletionRequest
-from .usage import FINGERPRINT, marked, report, timings, usage
+from .usage import heading, marked, timings, usage
 
 
 async def completions(front: Front, http: HttpRequest) -> Response:
@@ -28,7 +27,7 @@ async def completions(front: Front, http: HttpRequest) -> Response:
     each = asked.n or 1
     if len(prompts) * each > MAX_ANSWERS:
         message = f"{len(prompts)} prompts with {each} answers each: {MAX_ANSWERS} answers at most in one request"
-        raise ApiError(400, message, code="invalid_value", param="prompt")
+        raise invalid("prompt", message)
     grammar = await front.format_grammar(http, asked)
     most = None if asked.max_tokens < 0 else asked.max_tokens
     requests: list[Request] = []
@@ -59,7 +58,7 @@ def prompt_tokens(front: Front, prompt: str | list[int], suffix: str | None = No
     if suffix is not None:
         check_gap(front, "suffix")
         if not isinstance(prompt, str):
-            raise ApiError(400, "suffix needs a prompt that is a text", code="invalid_value", param="suffix")
+            raise invalid("suffix", "suffix needs a prompt that is a text")
         return gap_tokens(front, prompt, suffix)
     if isinstance(prompt, str):
         return front.prompts.tokenize(prompt, add_special=True, parse_special=True)
@@ -122,22 +121,13 @@ class TextAnswer(Answer):
     """Events as OpenAI's completion objects."""
 
     def __init__(self, alias: str, id: str, asked: CompletionRequest, echoed: str, *, index: int) -> None:
-        self._asked, self._echoed, self._index = asked, echoed, index
-        self._base = {
-            "id": id, "object": "text_completion", "created": int(time.time()), "model": alias,
-            "system_fingerprint": FINGERPRINT,
-        }  # fmt: skip
-        self._text: list[str] = [echoed]
-        self._logprobs: list[Logprob] = []
+        super().__init__(asked)
+        self._echoed, self._index = echoed, index
+        self._base = heading(id, "text_completion", alias)
         self._length = 0
 
-    def take(self, event: Event) -> None:
-        if isinstance(event, Piece):
-            self._text.append(event.text)
-            self._logprobs += event.logprobs
-
     def choice(self, finished: Finished) -> dict[str, Any]:
-        return self._choice("".join(self._text), self._logprobs, finished.reason)
+        return self._choice("".join([self._echoed, *self._text]), self._logprobs, finished.reason)
 
     def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> dict[str, Any]:
         return {
@@ -145,11 +135,8 @@ class TextAnswer(Answer):
             "choices": list(choices),
             "usage": usage(finished.usage),
             "timings": timings(finished.usage),
-            **report(self._asked.kvflash.report, finished),
+            **self._report(finished),
         }
-
-    def opening(self) -> bytes:
-        return b""
 
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Started) and (self._echoed or event.preview is not None):
@@ -160,7 +147,7 @@ class TextAnswer(Answer):
             yield frame({**self._base, "choices": [self._choice("", (), event.reason)]})
 
     def ending(self, finished: Finished) -> Iterator[bytes]:
-        options, shown = self._asked.stream_options, report(self._asked.kvflash.report, finished)
+        options, shown = self._asked.stream_options, self._report(finished)
         if options is not None and options.include_usage:
             yield frame({**self._base, "choices": [], "usage": usage(finished.usage), **shown})
         elif shown:

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from ..arrays import Floats
 from ..errors import ContextFull
 from .completions import prompt_tokens
-from .errors import ApiError
+from .errors import ApiError, invalid
 from .front import Front
 from .prompts import Embedded, Embedder
 from .schema import _all, _few, _Known, _named, _tokens
@@ -153,7 +153,7 @@ async def _embedded(
         one = await _one(front, http, embedder, tokens[: embedder.most] if cut else tokens)
         if dimensions is not None and dimensions > len(one.values):
             message = f"dimensions: {dimensions}, and this model has {len(one.values)}: ask for no more"
-            raise ApiError(400, message, code="invalid_value", param="dimensions")
+            raise invalid("dimensions", message)
         values = one.values[:dimensions]
         found.append(values if dimensions is None else values / max(float(np.linalg.norm(values)), 1e-12))
         count += one.tokens
@@ -163,7 +163,7 @@ async def _embedded(
 async def _one(front: Front, http: HttpRequest, embedder: Embedder, tokens: list[int]) -> Embedded:
     """Evaluate a text between two answers, unless the client has left."""
     if not tokens:
-        raise ApiError(400, "input: a text is empty", code="invalid_value", param="input")
+        raise invalid("input", "input: a text is empty")
     if await http.is_disconnected():
         raise ApiError(499, "the client has left", code="cancelled")
     try:

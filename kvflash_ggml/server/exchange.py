@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from ..batching.messages import CANCELLED, Event, Failed, Finished, Piece, Request
+from ..batching.messages import CANCELLED, Event, Failed, Finished, Logprob, Piece, Request
 from ..batching.queue import QueueFull
 from ..batching.scheduler import Scheduler
+from ..chat.reader import AnswerReader
+from ..chat.values import Delta, Said
 from ..errors import KVFlashError
 from .errors import ApiError, from_failure
-from .usage import together
+from .usage import report, together
 
 MAX_HELD = 1 << 20
 """Bytes, about, for a reader that does not take them. Its answer is put aside then, until half of them are left."""
@@ -31,37 +34,74 @@ A thread makes those of a longer one: the parser reads all of it again, and the 
 DONE = b"data: [DONE]\n\n"
 
 
-class Answer(Protocol):
-    """The events of a request in the words of an endpoint: as frames of a stream, or taken in and told as a whole."""
+class Answer(ABC):
+    """Writes the events of one request as its interface has them: as frames of a stream, or as one JSON value.
 
-    media_type: str = "text/event-stream"
+    asked: the request. reader: tells content, reasoning and calls of the answer apart.
+    """
+
+    media_type = "text/event-stream"
     """Of a stream."""
 
+    def __init__(self, asked: Any, reader: AnswerReader | None = None) -> None:
+        self._asked = asked
+        self._reader = reader or AnswerReader()
+        self._text: list[str] = []
+        self._logprobs: list[Logprob] = []
+
+    # --- as a whole
+
+    def take(self, event: Event) -> None:
+        """Keep an event for `choice`."""
+        if isinstance(event, Piece):
+            self._text.append(event.text)
+            self._logprobs += event.logprobs
+
+    @abstractmethod
+    def choice(self, finished: Finished) -> dict[str, Any]:
+        """Return this answer. Called once."""
+
+    def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> dict[str, Any]:
+        """Return the value of all answers of the request; finished: of all of them together."""
+        return {**choices[0], **self._report(finished)}
+
+    def _said(self, finished: Finished) -> Said:
+        self._reader.push("".join(self._text), end=True, stopped=finished.reason == "stop")
+        return self._reader.said
+
+    def _report(self, finished: Finished) -> dict[str, Any]:
+        """`kvflash` of the answer, for clients that ask for it."""
+        return report(self._asked.kvflash.report, finished)
+
+    # --- as a stream
+
     def opening(self) -> bytes:
-        """Of a stream, before any event."""
-        ...
+        """Return the frames before any event."""
+        return b""
 
-    def frames(self, event: Event, /) -> Iterable[bytes]: ...
+    @abstractmethod
+    def frames(self, event: Event) -> Iterable[bytes]:
+        """Return the frames of an event."""
 
-    def ending(self, finished: Finished, /) -> Iterable[bytes]:
-        """Of a stream, behind the last of several answers; finished: of all of them together."""
-        ...
+    def ending(self, finished: Finished) -> Iterable[bytes]:
+        """Return the frames behind the last of several answers; finished: of all of them together."""
+        return ()
 
-    def ping(self, doing: str, /) -> bytes:
-        """Of a stream, where there is nothing to say for a while. doing: see `Scheduler.doing`."""
+    def ping(self, doing: str) -> bytes:
+        """Return what keeps a connection open while nothing is said. doing: see `Scheduler.doing`."""
         return f": {doing}\n\n".encode()
 
-    def failed(self, error: ApiError, /) -> bytes:
-        """Of a stream, the last of it if it cannot come to its end."""
+    def failed(self, error: ApiError) -> bytes:
+        """Return the last frames of a stream that cannot come to its end."""
         return frame(error.body) + DONE
 
-    def take(self, event: Event, /) -> None: ...
-
-    def choice(self, finished: Finished, /) -> dict[str, Any]: ...
-
-    def whole(self, choices: Sequence[dict[str, Any]], finished: Finished, /) -> dict[str, Any]:
-        """Of all answers, this one among them."""
-        ...
+    def _deltas(self, event: Event) -> list[Delta]:
+        """Return what an event adds to the answer."""
+        if isinstance(event, Piece):
+            return self._reader.push(event.text)
+        if isinstance(event, Finished):
+            return self._reader.push("", end=True, stopped=event.reason == "stop")
+        return []
 
 
 class Inbox:
@@ -281,9 +321,11 @@ def _more(data: bytes) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": True}
 
 
-def frame(value: Any) -> bytes:
-    """One event of a stream."""
-    return f"data: {dumps(value)}\n\n".encode()
+def frame(value: Any, kind: str = "") -> bytes:
+    """Return one event of a stream. kind: of the event; it is in the value too then."""
+    if not kind:
+        return f"data: {dumps(value)}\n\n".encode()
+    return f"event: {kind}\ndata: {dumps({'type': kind, **value})}\n\n".encode()
 
 
 def dumps(value: Any) -> str:

@@ -22,7 +22,7 @@ from ..batching.scheduler import Scheduler
 from ..chat.values import Grammar
 from ..errors import ConfigError
 from . import bodies, fields, schemas
-from .errors import ApiError
+from .errors import ApiError, invalid
 from .exchange import Answer, EventStream, collected, submitted, whole
 from .intake import KEY, TAKEN, Intake
 from .prompts import Embedder, Prompts
@@ -148,7 +148,7 @@ class Front(Intake):
         """What goes to the scheduler. ApiError if the prompt is empty or has no room in the context."""
         n_ctx, settings, pool = self.scheduler.model.n_ctx, self.settings, asked.kvflash
         if not tokens:
-            raise ApiError(400, "the prompt is empty", param="prompt", code="invalid_value")
+            raise invalid("prompt", "the prompt is empty")
         if len(tokens) + 1 > n_ctx:
             raise ApiError(
                 400,
@@ -166,17 +166,11 @@ class Front(Intake):
                 raise ApiError(400, f"kvflash.pins: [{lo}, {hi}) is no range of the prompt's {len(tokens)} tokens")
         model = self.scheduler.model
         for name, value, possible in (
-            ("reading", pool.reading, model.readings),
-            ("answer", pool.answer, model.answers),
-        ):
+            ("reading", pool.reading, model.readings), ("answer", pool.answer, model.answers),
+        ):  # fmt: skip
             if value is not None and value not in possible:
-                raise ApiError(
-                    400,
-                    f"kvflash.{name} can be {' or '.join(possible)} here, not {value!r}: start the server with "
-                    f"--kvflash-{name} {value}",
-                    code="invalid_value",
-                    param=f"kvflash.{name}",
-                )
+                here = f"kvflash.{name} can be {' or '.join(possible)} here, not {value!r}"
+                raise invalid(f"kvflash.{name}", f"{here}: start the server with --kvflash-{name} {value}")
         if pool.reading == PREVIEW:
             _check_preview(asked, tokens, kind=kind, grammar=grammar)
         key = http.scope.get(KEY, "")
@@ -266,7 +260,7 @@ class Front(Intake):
         """
         never = self.scheduler.waiting.never([len(request.tokens) for request in requests])
         if never is not None:
-            raise ApiError(400, never, code="invalid_value", param="n")
+            raise invalid("n", never)
         first, *others = requests
         others = [replace(other, queue_timeout_s=None) for other in others]
         exchanges = submitted(self.scheduler, [first, *others], http.receive)
@@ -299,13 +293,8 @@ def _check_preview(asked: _Sampled, tokens: Sequence[int], *, kind: str, grammar
     }
     for what, asked_for in refused.items():
         if asked_for:
-            raise ApiError(
-                400,
-                f"kvflash.reading 'preview' answers from a part of the prompt, and not together with {what}: leave out "
-                f"one of them",
-                code="invalid_value",
-                param="kvflash.reading",
-            )
+            refusal = f"kvflash.reading 'preview' answers from a part of the prompt, and not together with {what}"
+            raise invalid("kvflash.reading", f"{refusal}: leave out one of them")
 
 
 def several(request: Request, count: int) -> list[Request]:

@@ -15,11 +15,11 @@ from ..batching.slot import Slot
 from ..errors import KVFlashError
 from .chat import render
 from .completions import check_gap, gap_tokens, known_tokens, prompt_tokens
-from .errors import ApiError
+from .errors import ApiError, invalid
 from .exchange import Answer, dumps, frame
 from .front import Front
 from .schema import DetokenizeRequest, InfillRequest, RawRequest, TemplateRequest, TokenizeRequest
-from .usage import report, timings
+from .usage import timings
 
 MOST_TOKENS = 1 << 16
 """That /detokenize writes at once, or as many as the context has."""
@@ -118,12 +118,8 @@ async def detokenize(front: Front, http: HttpRequest) -> Response:
 def _detokenized(front: Front, asked: DetokenizeRequest) -> Response:
     most = max(MOST_TOKENS, front.scheduler.model.n_ctx)
     if len(asked.tokens) > most:
-        raise ApiError(
-            400,
-            f"tokens: {len(asked.tokens)} tokens, and {most} is the most that is written at once: split them",
-            code="invalid_value",
-            param="tokens",
-        )
+        message = f"tokens: {len(asked.tokens)} tokens, and {most} is the most that is written at once: split them"
+        raise invalid("tokens", message)
     text = front.prompts.detokenize(known_tokens(front, asked.tokens, "tokens"))
     return JSONResponse({"content": text.decode("utf-8", "replace")})
 
@@ -176,26 +172,11 @@ class RawAnswer(Answer):
     """Events in llama-server's own shape."""
 
     def __init__(self, alias: str, asked: RawRequest | InfillRequest) -> None:
-        self._alias, self._asked = alias, asked
-        self._text: list[str] = []
-        self._logprobs: list[Logprob] = []
-
-    def take(self, event: Event) -> None:
-        if isinstance(event, Piece):
-            self._text.append(event.text)
-            self._logprobs += event.logprobs
+        super().__init__(asked)
+        self._alias = alias
 
     def choice(self, finished: Finished) -> dict[str, Any]:
         return {**self._last(finished, "".join(self._text)), **self._told(self._logprobs)}
-
-    def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> dict[str, Any]:
-        return choices[0]
-
-    def opening(self) -> bytes:
-        return b""
-
-    def ending(self, finished: Finished) -> Iterator[bytes]:
-        return iter(())
 
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Piece):
@@ -203,7 +184,7 @@ class RawAnswer(Answer):
         elif isinstance(event, Finished):
             yield frame(self._last(event, ""))
 
-    def _told(self, logprobs: list[Logprob] | tuple[Logprob, ...]) -> dict[str, Any]:
+    def _told(self, logprobs: Sequence[Logprob]) -> dict[str, Any]:
         if not logprobs:
             return {}
         return {
@@ -239,5 +220,5 @@ class RawAnswer(Answer):
             "stopping_word": finished.stop or "",
             "truncated": False,
             "timings": timings(took),
-            **report(self._asked.kvflash.report, finished),
+            **self._report(finished),
         }

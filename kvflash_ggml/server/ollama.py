@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, Literal
 
@@ -10,18 +10,17 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from ..batching.messages import Event, Finished, Piece
+from ..batching.messages import Event, Finished
 from ..chat.reader import AnswerReader
 from .chat import prepared
 from .completions import prompt_tokens
-from .errors import ApiError
+from .errors import ApiError, invalid
 from .exchange import Answer, dumps
 from .fields import note
 from .front import Front
 from .images import data_url, image_part
 from .schema import ChatRequest, Objects, PoolFields, RawRequest, _Known, _Sampled, parse
-from .turns import as_json, as_object, read, text_of
-from .usage import report
+from .turns import as_json, as_object, text_of
 
 VERSION = "0.12.6"
 """The version of Ollama whose interface this is. Editors refuse an older one: Copilot wants 0.6.4."""
@@ -152,7 +151,7 @@ async def generate(front: Front, http: HttpRequest) -> Response:
             messages[-1]["content"] = _seen(asked.images, asked.prompt)
         return await _chat(front, http, asked, {"messages": messages}, generate=True)
     if asked.images:
-        raise ApiError(400, "images are part of a chat: leave out raw and suffix", code="invalid_value", param="images")
+        raise invalid("images", "images are part of a chat: leave out raw and suffix")
     raw = await front.work(http, _translated, front, http, RawRequest, asked, {"prompt": asked.prompt})
     tokens = await front.work(http, prompt_tokens, front, raw.prompt, asked.suffix)
     most = None if raw.n_predict < 0 else raw.n_predict
@@ -245,8 +244,7 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
         isinstance(one, dict) and isinstance(one.get("function"), dict) for one in value or ()
     )
     if not known:
-        message = f"{where}.tool_calls: each has a function with a name and arguments"
-        raise ApiError(400, message, code="invalid_value", param=where)
+        raise invalid(where, f"{where}.tool_calls: each has a function with a name and arguments")
     return value or []
 
 
@@ -262,39 +260,25 @@ class OllamaAnswer(Answer):
     media_type = "application/x-ndjson"
 
     def __init__(self, alias: str, asked: _Sampled, reader: AnswerReader, *, generate: bool) -> None:
-        self._alias, self._asked, self._reader, self._generate = alias, asked, reader, generate
-        self._text: list[str] = []
-
-    def take(self, event: Event) -> None:
-        if isinstance(event, Piece):
-            self._text.append(event.text)
+        super().__init__(asked, reader)
+        self._alias, self._generate = alias, generate
 
     def choice(self, finished: Finished) -> dict[str, Any]:
-        self._reader.push("".join(self._text), end=True)
-        said = self._reader.said
+        said = self._said(finished)
         return self._object(said.content, said.reasoning, self._called(), finished)
 
-    def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> dict[str, Any]:
-        return choices[0]
-
-    def opening(self) -> bytes:
-        return b""
-
-    def ping(self, doing: str, /) -> bytes:
+    def ping(self, doing: str) -> bytes:
         """Every line must be an object: clients parse each."""
         return self._line()
 
     def frames(self, event: Event) -> Iterator[bytes]:
-        for delta in read(self._reader, event):
+        for delta in self._deltas(event):
             if delta.index is None:  # calls are told when they are complete
                 yield self._line(delta.content or "", delta.reasoning or "")
         if isinstance(event, Finished):
             if calls := self._called():
                 yield self._line(calls=calls)
             yield self._line(finished=event)
-
-    def ending(self, finished: Finished) -> Iterable[bytes]:
-        return ()
 
     def failed(self, error: ApiError) -> bytes:
         return f"{dumps(error.ollamas_body)}\n".encode()
@@ -319,7 +303,7 @@ class OllamaAnswer(Answer):
             said = {"message": {"role": "assistant", "content": text, **thought, **called}}
         if finished is None:
             return {**head, **said, "done": False}
-        return {**head, **said, **_took(finished), **report(self._asked.kvflash.report, finished)}
+        return {**head, **said, **_took(finished), **self._report(finished)}
 
 
 def _took(finished: Finished) -> dict[str, Any]:

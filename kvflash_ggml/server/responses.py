@@ -15,19 +15,17 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from ..batching.messages import Event, Finished, Piece, Started, Usage
+from ..batching.messages import Event, Finished, Started, Usage
 from ..chat.reader import AnswerReader
 from ..chat.values import Call, Delta
 from . import bodies
 from .chat import counted, prepared, tokens_of
-from .errors import ApiError
-from .exchange import Answer, dumps
-from .fields import note
+from .errors import ApiError, invalid
+from .exchange import Answer, frame
 from .front import Front, Kept
 from .images import image_part
-from .schema import ChatRequest, Objects, PoolFields, _Known, parse
-from .turns import Turns, as_json, kind_of, parts_of, read, text_of
-from .usage import report
+from .schema import ChatRequest, Objects, PoolFields, _Known
+from .turns import Turns, as_json, kind_of, parts_of, text_of
 
 _TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
 
@@ -160,7 +158,6 @@ def _translated(
             _item(turns, item, f"input.{i}")
     functions, tools = _functions(turns, given)
     data = {
-        "messages": turns.ended(),
         "tools": functions,
         "max_tokens": asked.max_output_tokens,
         **{
@@ -170,11 +167,7 @@ def _translated(
         **_choice(turns, asked.tool_choice),
         **_form(asked),
     }
-    chat: ChatRequest
-    chat, _ = parse(ChatRequest, data, strict=False)
-    chat.kvflash = asked.kvflash
-    note(http, turns.left_out)
-    return chat, tools
+    return turns.chat(http, data, asked.kvflash), tools
 
 
 def _item(turns: Turns, item: dict[str, Any], where: str) -> None:
@@ -252,7 +245,7 @@ def _reasoning(item: dict[str, Any], where: str) -> str:
 def _objects(value: Any, where: str) -> list[dict[str, Any]]:
     if isinstance(value, list) and all(isinstance(one, dict) for one in value):
         return value
-    raise ApiError(400, f"{where}: it must be a list of objects", code="invalid_value", param=where)
+    raise invalid(where, f"{where}: it must be a list of objects")
 
 
 def _functions(turns: Turns, given: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Tool]]:
@@ -336,11 +329,10 @@ class ResponseAnswer(Answer):
         reader: AnswerReader,
         keep: Callable[[list[dict[str, Any]], str], None],
     ) -> None:
+        super().__init__(asked, reader)
         self.id = id.replace("-", "_")
-        self._alias, self._asked, self._tools, self._keep = alias, asked, tools, keep
+        self._alias, self._tools, self._keep = alias, tools, keep
         self._created = int(time.time())
-        self._reader = reader
-        self._text: list[str] = []
         self._conversation = ""
         self._number = 0
         self._output: list[dict[str, Any]] = []
@@ -351,12 +343,10 @@ class ResponseAnswer(Answer):
 
     def take(self, event: Event) -> None:
         self._begun(event)
-        if isinstance(event, Piece):
-            self._text.append(event.text)
+        super().take(event)
 
     def choice(self, finished: Finished) -> dict[str, Any]:
-        self._reader.push("".join(self._text), end=True, stopped=finished.reason == "stop")
-        said = self._reader.said
+        said = self._said(finished)
         items = []
         if said.reasoning:
             items.append(self._reasoning(said.reasoning))
@@ -366,33 +356,26 @@ class ResponseAnswer(Answer):
         self._keep(items, self._conversation)
         return self._response(*_ended(finished), output=items, usage=_usage(finished.usage))
 
-    def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> dict[str, Any]:
-        return {**choices[0], **report(self._asked.kvflash.report, finished)}
-
     # --- as a stream
 
     def opening(self) -> bytes:
         begun = self._response("in_progress")
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def ping(self, doing: str, /) -> bytes:
+    def ping(self, doing: str) -> bytes:
         """An event, since Codex gives up where none comes for five minutes, whatever else does."""
         return self._event("response.in_progress", response=self._response("in_progress"))
 
     def frames(self, event: Event) -> Iterator[bytes]:
         self._begun(event)
-        for delta in read(self._reader, event):
+        for delta in self._deltas(event):
             yield from self._delta(delta)
         if isinstance(event, Finished):
             yield from self._close()
             self._keep(self._output, self._conversation)
             status, why = _ended(event)
             told = self._response(status, why, output=self._output, usage=_usage(event.usage))
-            told |= report(self._asked.kvflash.report, event)
-            yield self._event(f"response.{status}", response=told)
-
-    def ending(self, finished: Finished) -> Iterator[bytes]:
-        return iter(())
+            yield self._event(f"response.{status}", response=told | self._report(event))
 
     def failed(self, error: ApiError) -> bytes:
         held = b"".join(frame for delta in self._reader.push("", end=True) for frame in self._delta(delta))
@@ -462,9 +445,8 @@ class ResponseAnswer(Answer):
         return self._event(kind, **where, output_index=len(self._output), **more)
 
     def _event(self, kind: str, **more: Any) -> bytes:
-        data = {"type": kind, "sequence_number": self._number, **more}
         self._number += 1
-        return f"event: {kind}\ndata: {dumps(data)}\n\n".encode()
+        return frame({"sequence_number": self._number - 1, **more}, kind)
 
     # --- items
 

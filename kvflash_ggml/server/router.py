@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from . import about, events, markdown, ollama, shelf
 from .app import ANSWERS, guarded
 from .engines import Engine, Engines, Loaded
-from .errors import ApiError
+from .errors import ApiError, invalid
 from .forward import forward
 from .guard import OPEN_PATHS
 from .intake import KEY, TAKEN, Intake
@@ -74,7 +74,7 @@ class Router(Intake):
                 raise ApiError(503, "there is no model: put a .gguf file into the folder", code="no_models")
             return models[usual]
         if not isinstance(wanted, str):
-            raise ApiError(400, "model must be a name", code="invalid_value", param="model")
+            raise invalid("model", "model must be a name")
         found = models.get(wanted) or models.get(wanted.removesuffix(LATEST))
         if found is None:
             raise about.unknown(wanted, [*models])
@@ -188,7 +188,7 @@ async def _named(router: Router, request: HttpRequest) -> Shelved:
     asked = await router.body(request)
     wanted = (asked.get("model") or asked.get("name")) if isinstance(asked, dict) else None
     if not wanted:
-        raise ApiError(400, "model is missing: name one of /v1/models", code="invalid_value", param="model")
+        raise invalid("model", "model is missing: name one of /v1/models")
     return await router.model(request, wanted)
 
 

@@ -23,7 +23,7 @@ from pydantic import (
 from ..sampling import KNOWN, MAX_BREAKERS, Samplers, check_breakers, read_order
 from ..settings import settings
 from . import fields, schemas
-from .errors import ApiError
+from .errors import ApiError, invalid
 
 MAX_ANSWERS = 16
 """In one request."""
@@ -427,4 +427,4 @@ def _unknown(asked: BaseModel, where: str) -> Iterator[tuple[str, Any]]:
 
 
 def _wrong(where: str, what: str) -> ApiError:
-    return ApiError(400, f"{where}: {what}"[:500], code="invalid_value", param=where[:200])
+    return invalid(where[:200], f"{where}: {what}"[:500])

@@ -1,4 +1,4 @@
-"""Messages of a chat, made from the items of another interface so that any template takes them; and its answer."""
+"""Messages of a chat, made from the items of another interface so that any template takes them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..batching.messages import Event, Finished, Piece
-from ..chat.reader import AnswerReader
-from ..chat.values import Delta
+from starlette.requests import Request as HttpRequest
+
 from . import bodies
-from .errors import ApiError
-from .schema import LATE
+from .errors import invalid
+from .fields import note
+from .schema import LATE, ChatRequest, PoolFields, parse
 
 
 class Turns:
@@ -60,8 +60,19 @@ class Turns:
     def leave_out(self, what: str) -> None:
         self.left_out.append(what)
 
-    def ended(self) -> list[dict[str, Any]]:
-        """The messages. Templates want a question; some programs send none to see whether the server is there."""
+    def chat(self, http: HttpRequest, data: dict[str, Any], pool: PoolFields) -> ChatRequest:
+        """Return the request of a chat with these messages and the fields `data`. ApiError for a field that is wrong.
+
+        The header of the answer to `http` names what was left out.
+        """
+        made: ChatRequest
+        made, _ = parse(ChatRequest, {"messages": self._ended(), **data}, strict=False)
+        made.kvflash = pool
+        note(http, self.left_out)
+        return made
+
+    def _ended(self) -> list[dict[str, Any]]:
+        """Return the messages. Templates want a question; programs that look for the server send none."""
         if self._at_front():
             self.say("user", "")
         for message in self._messages:
@@ -99,18 +110,11 @@ def _part(part: str | dict[str, Any]) -> dict[str, Any]:
     return {"type": "text", "text": part} if isinstance(part, str) else part
 
 
-def read(reader: AnswerReader, event: Event) -> list[Delta]:
-    """What an answer has more with this event of it."""
-    if isinstance(event, Piece):
-        return reader.push(event.text)
-    return reader.push("", end=True, stopped=event.reason == "stop") if isinstance(event, Finished) else []
-
-
 def text_of(value: Any, where: str) -> str:
     """A field that must be a text; "" where it is left out."""
     if value is None or isinstance(value, str):
         return value or ""
-    raise ApiError(400, f"{where}: it must be a text", code="invalid_value", param=where)
+    raise invalid(where, f"{where}: it must be a text")
 
 
 def parts_of(value: Any, where: str) -> list[dict[str, Any]]:
@@ -121,7 +125,7 @@ def parts_of(value: Any, where: str) -> list[dict[str, Any]]:
         return [{"type": "text", "text": value}]
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         return value
-    raise ApiError(400, f"{where}: it must be a text or a list of parts", code="invalid_value", param=where)
+    raise invalid(where, f"{where}: it must be a text or a list of parts")
 
 
 def kind_of(part: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -10,6 +11,13 @@ from .. import __version__
 from ..batching.messages import Finished, Preview, Usage
 
 FINGERPRINT = f"kvflash-{__version__}"
+
+
+def heading(id: str, kind: str, alias: str) -> dict[str, Any]:
+    """The fields that each object of OpenAI's interface begins with. kind: of the object. alias: the model's name."""
+    return {
+        "id": id, "object": kind, "created": int(time.time()), "model": alias, "system_fingerprint": FINGERPRINT,
+    }  # fmt: skip
 
 
 def together(ended: Sequence[Finished], *, each: int) -> Finished:
