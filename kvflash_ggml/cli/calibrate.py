@@ -17,7 +17,7 @@ from ..files import check_writable
 from .model import load_model, log_to_stderr, plain_errors
 from .options import DeviceOptions, LogOptions, WeightOptions, device_options, log_options, weight_options
 from .report import say
-from .sections import MODEL_FILE, SectionCommand, option
+from .sections import HELP, MODEL_FILE, SectionCommand, option
 from .terminal import Progress, note, stderr_is_terminal
 
 _result = option("Result")
@@ -30,7 +30,7 @@ PATIENCE = 60.0
 
 @click.command(
     cls=SectionCommand,
-    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "KVFLASH"},
+    context_settings=HELP | {"auto_envvar_prefix": "KVFLASH"},
 )
 @click.argument("model", type=MODEL_FILE, metavar="MODEL")
 @_result(

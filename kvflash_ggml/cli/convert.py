@@ -27,7 +27,7 @@ from .child import run_child
 from .main import Verbs
 from .model import plain_errors
 from .report import row, tell
-from .sections import collected
+from .sections import HELP, collected, json_option
 from .terminal import Progress, busy, note, size_text, stderr_is_terminal
 
 _SECONDS = 3600
@@ -107,8 +107,6 @@ def _compare(before: dict[str, Any], after: dict[str, Any]) -> None:
     if won < -_TOLERATED:
         click.secho(f"warning: more than {_TOLERATED:.0%} is lost: a larger --type keeps more", err=True, fg="yellow")
 
-
-HELP = {"help_option_names": ["-h", "--help"]}
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 FOLDER = click.Path(path_type=Path)
@@ -322,7 +320,7 @@ def migrate(*, source: Path, out: Path, target: Path | None, rope_differs: bool,
 
 @convert.command(context_settings=HELP)
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout: a list, an object per file.")
+@json_option("an object per file")
 @click.pass_context
 def inspect(ctx: click.Context, *, files: tuple[Path, ...], as_json: bool) -> None:
     """Say what a GGUF file is, from its head alone.

@@ -21,7 +21,7 @@ from ..native import library, trial
 from ..snapshot.fingerprint import ModelFile
 from .child import PROBE, Child, rebuild, run_child, told
 from .report import computes_on, package_version, placement_lines, say
-from .sections import MODEL_FILE
+from .sections import HELP, MODEL_FILE
 from .terminal import size_text
 
 Status = Literal["ok", "warning", "error"]
@@ -54,7 +54,7 @@ class Check:
     data: dict[str, Any] = field(default_factory=dict)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(context_settings=HELP)
 @click.argument("model", type=MODEL_FILE, required=False)
 @click.option("--measure", is_flag=True, help="Also take a whole step: what does a driver take beyond what is counted?")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")

@@ -17,7 +17,7 @@ from .. import pip_line
 from ..config import POOL_SETTINGS
 from .model import plain_errors
 from .options import PoolOptions, pool_options
-from .sections import SectionCommand
+from .sections import HELP, SectionCommand
 from .terminal import note
 
 _PYTHONS = ("python", "python3")
@@ -33,11 +33,7 @@ is told through the environment: KVFLASH_INSTALL=1, and the variables of the opt
     "exec",
     cls=SectionCommand,
     epilog=_EPILOG,
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "auto_envvar_prefix": "KVFLASH",
-        "allow_interspersed_args": False,
-    },
+    context_settings=HELP | {"auto_envvar_prefix": "KVFLASH", "allow_interspersed_args": False},
 )
 @pool_options
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] PROGRAM [ARGUMENTS]...")

@@ -24,6 +24,7 @@ from typing import Any
 import click
 
 from .. import system
+from .sections import HELP
 from .terminal import note
 
 _SECONDS = 10
@@ -114,13 +115,7 @@ PROGRAMS: Mapping[str, Program] = {
 }
 
 
-@click.command(
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "auto_envvar_prefix": "KVFLASH",
-        "allow_interspersed_args": False,
-    }
-)
+@click.command(context_settings=HELP | {"auto_envvar_prefix": "KVFLASH", "allow_interspersed_args": False})
 @click.option(
     "--url", metavar="URL", default="http://127.0.0.1:8080", show_default=True, help="A server that runs already."
 )

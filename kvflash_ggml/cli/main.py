@@ -12,6 +12,7 @@ from typing import Any, cast
 import click
 
 from .report import version_line
+from .sections import HELP
 from .terminal import is_dumb
 
 INTERRUPTED = 130
@@ -109,7 +110,7 @@ def _print_version(ctx: click.Context, param: click.Parameter, asked: bool) -> N
 @click.group(
     cls=DefaultRun,
     commands=cast("MutableMapping[str, click.Command]", Imported()),  # a group of no further verbs
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP,
     epilog="The verb 'run' may be left out; its options: kvflash-run run --help, and all of them: --help-all",
 )
 @click.option(

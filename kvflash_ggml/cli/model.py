@@ -16,12 +16,11 @@ from typing import Any, TextIO
 import click
 
 from .. import logs
-from ..config import KVFlashConfig
 from ..errors import KVFlashError, LibraryError, RemoteError
 from ..native import library
 from ..placement.sizes import Fit
 from .child import check_first_run
-from .options import DeviceOptions, LogOptions, ModelOptions, PoolOptions, SpecOptions, WeightOptions
+from .options import DeviceOptions, LogOptions, OpeningOptions, WeightOptions
 
 _CONTEXT_FULL = "exceed context window"
 
@@ -64,42 +63,28 @@ def load_model(path: str, *, loading: WeightOptions, devices: DeviceOptions, ver
 
 
 @contextmanager
-def open_model(
-    path: str,
-    *,
-    loading: ModelOptions,
-    devices: DeviceOptions,
-    pool: PoolOptions,
-    drafts: SpecOptions,
-    verbose: bool,
-    quiet: bool = False,
-    **served: Any,
-) -> Iterator[Any]:
+def open_model(path: str, opening: OpeningOptions, log: LogOptions, **served: Any) -> Iterator[Any]:
     """The loaded model, closed at the end. served: fields of KVFlashConfig that only a server has options for.
 
     Raises:
         KVFlashError, ValueError: a setting, the library or the file is not usable.
     """
-    settings = keywords(path, loading=loading, devices=devices, pool=pool, drafts=drafts, quiet=quiet)
+    settings = keywords(path, opening, quiet=log.quiet)
     if settings["kvflash"] is not None:
         settings["kvflash"] = replace(settings["kvflash"], **served)
-    if (cache := pool.prefix_cache()) is not None:
+    if (cache := opening.pool.prefix_cache()) is not None:
         settings["kvflash_cache"] = cache
-    with closing(create_llama(model_path=path, verbose=verbose, **settings)) as llm:
+    with closing(create_llama(model_path=path, verbose=log.verbose, **settings)) as llm:
         yield llm
 
 
-def keywords(
-    path: str, *, loading: ModelOptions, devices: DeviceOptions, pool: PoolOptions, drafts: SpecOptions, quiet: bool
-) -> dict[str, Any]:
-    """The keywords of `Llama` that say how a model is loaded, and where it goes."""
-    config = {"kvflash": _with_drafts(pool.config(), drafts)}
-    settings = config | offloading(loading, devices) | loading.settings() | devices.settings()
+def keywords(path: str, opening: OpeningOptions, *, quiet: bool) -> dict[str, Any]:
+    """Return the keywords of `Llama` that say how a model is loaded, and where it goes."""
+    loading, devices, config = opening.loading, opening.devices, opening.pool.config()
+    if config is not None:
+        config = replace(config, spec=opening.drafts.over(config.spec))
+    settings = {"kvflash": config} | offloading(loading, devices) | loading.settings() | devices.settings()
     return settings | loading.for_model(path, loading.ctx_size, quiet=quiet)
-
-
-def _with_drafts(config: KVFlashConfig | None, drafts: SpecOptions) -> KVFlashConfig | None:
-    return None if config is None else replace(config, spec=drafts.over(config.spec))
 
 
 def offloading(loading: WeightOptions, devices: DeviceOptions) -> dict[str, Any]:

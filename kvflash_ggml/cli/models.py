@@ -9,10 +9,9 @@ import click
 from . import hub
 from .model import plain_errors
 from .report import say
-from .sections import Written
+from .sections import HELP, Written, json_option
 from .terminal import size_text
 
-HELP = {"help_option_names": ["-h", "--help"]}
 _model = click.argument("model", type=Written(hub.hub_model), metavar="OWNER/REPO[:QUANT]")
 
 
@@ -31,7 +30,7 @@ def pull(*, model: hub.HubModel, quiet: bool) -> None:
 
 
 @click.command("list", context_settings=HELP)
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout: a list, an object per model.")
+@json_option("an object per model")
 def list_(*, as_json: bool) -> None:
     """List the .gguf files of hubs that are on this disk, whichever program has fetched them."""
     with plain_errors(verbose=False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -450,15 +451,14 @@ class DeviceOptions:
     def settings(self) -> dict[str, Any]:
         """The keywords of `Llama` that say so; none for what is left to llama.cpp."""
         overrides = [*chain(*self.override_tensor), *([(EXPERTS, HOST)] if self.cpu_moe else [])]
-        given = {
-            "device": self.device,
-            "split_mode": None if self.split_mode == "layer" else SPLIT_MODES[self.split_mode],
-            "tensor_split": self.tensor_split,
-            "main_gpu": self.main_gpu or None,
-            "override_tensor": overrides or None,
-            "n_cpu_moe": self.n_cpu_moe or None,
-        }
-        return {name: value for name, value in given.items() if value is not None}
+        return _given(
+            device=self.device,
+            split_mode=None if self.split_mode == "layer" else SPLIT_MODES[self.split_mode],
+            tensor_split=self.tensor_split,
+            main_gpu=self.main_gpu or None,
+            override_tensor=overrides or None,
+            n_cpu_moe=self.n_cpu_moe or None,
+        )
 
 
 def _list(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
@@ -487,3 +487,27 @@ def device_options(function: F) -> F:
         help="List the devices, and exit.",
     )
     return collected("devices", DeviceOptions)(listing(function))
+
+
+# --- all that says how a model is opened
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpeningOptions:
+    """How a model is loaded, where it goes, its pool, and its drafts."""
+
+    loading: ModelOptions
+    devices: DeviceOptions
+    pool: PoolOptions
+    drafts: SpecOptions
+
+
+def opening_options(function: F) -> F:
+    """A decorator that adds these options, and passes them as `opening`."""
+
+    @wraps(function)
+    def call(*, loading: Any, devices: Any, pool: Any, drafts: Any, **others: Any) -> Any:
+        opening = OpeningOptions(loading=loading, devices=devices, pool=pool, drafts=drafts)
+        return function(opening=opening, **others)
+
+    return model_options(device_options(pool_options(spec_options(call))))  # type: ignore[return-value]

@@ -14,6 +14,7 @@ from ..native import library
 from ..native import remote as servers
 from .child import check_first_run
 from .model import plain_errors
+from .sections import HELP
 from .terminal import note
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings=HELP)
 def rpc() -> None:
     """Serve devices to another machine, or check a server."""
 

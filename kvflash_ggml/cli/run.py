@@ -23,25 +23,20 @@ from .hub import HubModel, hub_model, located
 from .llama_flags import llama_flags
 from .model import first_seed, has_chat_template, keywords, log_to_stderr, open_model, plain_errors
 from .options import (
-    DeviceOptions,
-    ModelOptions,
+    OpeningOptions,
     OutputOptions,
     PoolOptions,
     SamplingOptions,
     SnapshotOptions,
-    SpecOptions,
-    device_options,
-    model_options,
+    opening_options,
     output_options,
-    pool_options,
     sampling_options,
     snapshot_options,
-    spec_options,
 )
 from .prompt import as_typed, model_and_words, read_prompt, with_media
 from .report import closing_line, document, recorded
 from .report import dry_run as say_what_goes_where
-from .sections import MODEL_FILE, SectionCommand, collected
+from .sections import HELP, MODEL_FILE, SectionCommand, collected
 from .terminal import busy, end_answer, note, print_piece, size_text, stderr_is_terminal, stdin_is_terminal
 
 
@@ -186,18 +181,12 @@ class PromptOptions:
     cls=SectionCommand,
     epilog=_EPILOG,
     common=_COMMON,
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "auto_envvar_prefix": "KVFLASH",
-    },
+    context_settings=HELP | {"auto_envvar_prefix": "KVFLASH"},
 )
 @llama_flags
 @click.argument("arguments", nargs=-1, type=MODEL_FILE, metavar="MODEL [PROMPT]")
 @collected("asked", PromptOptions)
-@model_options
-@device_options
-@pool_options
-@spec_options
+@opening_options
 @snapshot_options
 @sampling_options
 @output_options
@@ -207,10 +196,7 @@ def run(
     *,
     arguments: tuple[str, ...],
     asked: PromptOptions,
-    loading: ModelOptions,
-    devices: DeviceOptions,
-    pool: PoolOptions,
-    drafts: SpecOptions,
+    opening: OpeningOptions,
     saving: SnapshotOptions,
     sampling: SamplingOptions,
     output: OutputOptions,
@@ -223,13 +209,14 @@ def run(
     kvflash-run model.gguf --kvflash auto -f book.txt -p "Who is Ishmael?" --json
     kvflash-run model.gguf --kvflash auto -f book.txt -p "And Ahab?" --snapshot book.kvs
     """
+    pool = opening.pool
     _refuse_idle_options(ctx, pool, saving)
     model, words = model_and_words(asked.model, asked.hf_repo, arguments)
     log_to_stderr(output)
     with plain_errors(verbose=output.verbose):
         if asked.dry_run:
             path = located(model, quiet=output.quiet)
-            settings = keywords(path, loading=loading, devices=devices, pool=pool, drafts=drafts, quiet=output.quiet)
+            settings = keywords(path, opening, quiet=output.quiet)
             ctx.exit(say_what_goes_where(path, settings, as_json=output.as_json))
         text = read_prompt(words, asked.prompt, asked.files, use_stdin=asked.conversation is not True)
         system = as_typed(asked.system, "the system message")
@@ -240,7 +227,7 @@ def run(
             raise click.UsageError("--json answers one prompt: give one, with -p, -f or a pipe")
         media = (*asked.images, *asked.sounds)
         option = "--image" if asked.images else "--audio"
-        if media and loading.mmproj is None:
+        if media and opening.loading.mmproj is None:
             raise click.UsageError(f"{option} needs the model's projector, a second GGUF file: add --mmproj FILE")
         if media and asked.conversation is False:
             raise click.UsageError(f"{option} is part of a chat: leave out -no-cnv")
@@ -254,18 +241,7 @@ def run(
         session_file.check()
         path = located(model, quiet=output.quiet)
         start = time.perf_counter()
-        with (
-            open_model(
-                path,
-                loading=loading,
-                devices=devices,
-                pool=pool,
-                drafts=drafts,
-                verbose=output.verbose,
-                quiet=output.quiet,
-            ) as llm,
-            recorded(llm, report, title=Path(path).name),
-        ):
+        with open_model(path, opening, output) as llm, recorded(llm, report, title=Path(path).name):
             load_s = time.perf_counter() - start
             if not output.quiet and not output.verbose:  # with -v the library says it
                 _say_how_it_was_loaded(llm)

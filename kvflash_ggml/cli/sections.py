@@ -11,11 +11,15 @@ from typing import Any, TypeVar
 
 import click
 
+from .. import notation
 from ..settings import Setting, settings
 from .terminal import note
 
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
+
+HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
+"""`context_settings` of every verb."""
 
 _EVERYTHING = f"{__name__}.everything"
 
@@ -147,6 +151,33 @@ def option(section: str) -> Callable[..., Callable[[F], F]]:
         return click.option(*declarations, cls=SectionOption, section=section, **attributes)
 
     return make
+
+
+def json_option(what: str) -> Callable[[F], F]:
+    """The option --json of a verb that lists things. what: the things, as "an object per file"."""
+    return click.option("--json", "as_json", is_flag=True, help=f"One JSON document on stdout: a list, {what}.")
+
+
+def prune_options(what: str) -> Callable[[F], F]:
+    """The options of a verb that removes things of a kind `what` by age or size."""
+
+    def decorate(function: F) -> F:
+        for one in (
+            click.option("--dry-run", is_flag=True, help="Only say what would be removed."),
+            click.option(
+                "--larger-than",
+                type=Written(notation.size),
+                metavar="SIZE",
+                help=f"Also the oldest {what}, until the rest takes no more than that together, as 20G.",
+            ),
+            click.option(
+                "--older-than", type=click.FloatRange(min=0), metavar="DAYS", help=f"Also {what} saved longer ago."
+            ),
+        ):
+            function = one(function)
+        return function
+
+    return decorate
 
 
 def collected(name: str, into: type[Any], *, also: type[Any] | None = None) -> Callable[[F], F]:

@@ -1,4 +1,4 @@
-"""A model that is served, as the command line says: it is loaded, and answers until its server ends."""
+"""The options of a server, and a model that is served: it is loaded, and answers until its server ends."""
 
 from __future__ import annotations
 
@@ -6,34 +6,151 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+import click
+
+from .. import notation
+from ..batching.messages import Sampling
 from ..errors import UnsupportedModelError
 from ..server.settings import ServerSettings
+from ..settings import in_section
+from .hub import HubModel, hub_model
 from .model import log_requests, open_model
-from .options import DeviceOptions, LogOptions, ModelOptions, PoolOptions, SpecOptions
+from .options import LogOptions, OpeningOptions, read_parallel
+from .sections import MODEL_FILE
 from .terminal import note, size_text
+
+_net = in_section("Network")
+_limits = in_section("Limits")
+_server = in_section("Server")
+
+
+CHATML = "chatml"
+"""llama.cpp's other names are of templates that it has in C++ only, which know no tools."""
+
+
+def read_template(text: str) -> str:
+    """A Jinja template, or the name of the one that llama.cpp has. ValueError for any other text."""
+    if text != CHATML and "{%" not in text and "{{" not in text:
+        raise ValueError(
+            f"{text[:40]!r} is no Jinja template, and {CHATML} is the only name of one: --chat-template-file reads one"
+            " from a file"
+        )
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """What only a command line says of a server. fields: of `ServerSettings`, by name."""
+
+    model: str | None = _server(MODEL_FILE, "-m", metavar="PATH", help="The model, instead of the argument.")
+    hf_repo: HubModel | None = _server(
+        hub_model, "-hf", "-hfr", "--hf-repo", metavar="OWNER/REPO[:QUANT]",
+        help="The model, from a hub: fetched once (kvflash-run pull --help).",
+    )  # fmt: skip
+    alias: str | None = _server(
+        notation.word, "-a", metavar="NAME", help="What the model is called.  [default: the file's name, or the hub's]"
+    )
+    chat_template: str | None = _server(
+        read_template, metavar="JINJA|chatml", help="Jinja template in place of the model's own, as text."
+    )
+    chat_template_file: Path | None = _server(
+        Path, metavar="FILE", exists=True, help="Jinja template in place of the model's own."
+    )
+    api_key: tuple[str, ...] = _net(
+        notation.key, default=(), many=True, metavar="KEY",
+        help="Needed by every request; may be repeated.  [default: none]",
+    )  # fmt: skip
+    api_key_file: Path | None = _net(Path, metavar="FILE", exists=True, help="More keys, one a line.")
+    insecure: bool = _net(bool, default=False, help="Listen at an address that is not loopback without a key.")
+    parallel: int | Literal["auto"] = _limits(
+        read_parallel, "-np", "--parallel", default=1, metavar="N|auto",
+        help="Answers that are decoded together, each in its share of the pool; any number of conversations is kept."
+        " auto: 8, or fewer where their states or least shares take too much.",
+    )  # fmt: skip
+    pool_share: Literal["strict", "elastic"] | None = _limits(
+        ("strict", "elastic"),
+        help="elastic: whenever a request begins or ends, the answers that run divide the pool among them; idle"
+        " conversations keep their newest tokens and what is pinned. strict: the pool divided by --parallel, so that no"
+        " other request changes what is resident.  [default: elastic; strict with --deterministic-batch or"
+        " --kvflash-deterministic]",
+    )  # fmt: skip
+    deterministic_batch: bool = _limits(
+        bool, default=False,
+        help="Others change no bit of an answer: each step has a row for each of --parallel. Needs --kvflash-tau or"
+        " --kvflash-deterministic, and a model without recurrent state or sliding windows.",
+    )  # fmt: skip
+    embeddings: bool = _server(
+        bool, "--embeddings", "--embedding", default=False,
+        help="Serve /v1/embeddings too, from a further context on the same weights.",
+    )  # fmt: skip
+    reranking: bool = _server(
+        bool, "--reranking", "--rerank", default=False, help="Serve /v1/rerank too, with a model that ranks texts."
+    )
+    pooling: Literal["mean", "cls", "last"] | None = _server(
+        ("mean", "cls", "last"),
+        help="How tokens become an embedding.  [default: the model's own, or mean]",
+    )
+    embedding_tokens: int = _server(
+        int, least=64, default=2048, metavar="N", help="Tokens of a text that is embedded or ranked, at most."
+    )
+    models_dir: Path | None = _server(
+        Path, "--models-dir", "--models", metavar="DIR", exists=True,
+        help="Serve every model in DIR, one loaded at a time: the one that a request names. Conversations are kept.",
+    )  # fmt: skip
+    sleep_idle_seconds: float = _server(
+        float, "--sleep-idle-seconds", "--idle", least=-1, default=300, metavar="S",
+        help="With --models-dir: unload a model that nobody has asked for so long; -1: never.",
+    )  # fmt: skip
+    fields: dict[str, Any]
+
+    def embedding(self) -> int:
+        """Tokens of a text to leave memory for; 0 without embeddings. UsageError for a contradiction."""
+        if self.embeddings and self.reranking:
+            raise click.UsageError("--embeddings and --reranking need different models: start a server for each")
+        if self.pooling is not None and not self.embeddings:
+            raise click.UsageError(f"--pooling {self.pooling} says how embeddings are made: add --embeddings")
+        return self.embedding_tokens if self.embeddings or self.reranking else 0
+
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds after which a model is unloaded; None for never."""
+        return None if self.sleep_idle_seconds < 0 else self.sleep_idle_seconds
+
+    def template(self) -> str | None:
+        """The chat template that takes the place of the model's own."""
+        file = self.chat_template_file
+        return self.chat_template if file is None else file.read_text(encoding="utf-8")
+
+    def settings(self, model: str | HubModel, sampling: Sampling) -> ServerSettings:
+        """The server's settings, for the model. UsageError for a file without a key."""
+        alias = self.alias or (Path(model).stem if isinstance(model, str) else str(model))
+        return ServerSettings(alias=alias, keys=self._keys(), sampling=sampling, **self.fields)
+
+    def _keys(self) -> tuple[str, ...]:
+        file, keys = self.api_key_file, list(self.api_key)
+        lines = [] if file is None else file.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(map(str.strip, lines), 1):
+            try:
+                keys += [notation.key(line)] if line else []
+            except ValueError as err:
+                raise click.UsageError(f"line {number} of {file}: {err}") from err
+        if file is not None and not keys:
+            raise click.UsageError(f"{file} has no key: write one a line")
+        return tuple(keys)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a command line asks of a server, but for the model. template: None for the model's own.
-
-    embedding: tokens of a text that is embedded or ranked, 0 for none. pooling: "rank" to rank.
-    """
+    """What a command line asks of a server, but for the model. template: None for the model's own."""
 
     settings: ServerSettings
-    loading: ModelOptions
-    devices: DeviceOptions
-    pool: PoolOptions
-    drafts: SpecOptions
+    opening: OpeningOptions
+    server: ServerOptions
     log: LogOptions
     template: str | None
-    parallel: int | Literal["auto"]
-    pool_share: Literal["strict", "elastic"] | None
-    deterministic_batch: bool
-    embedding: int
-    pooling: Literal["mean", "cls", "last", "rank"] | None
 
 
 Ready = Callable[[Any, str], None]
@@ -62,15 +179,15 @@ def serve_model(
     with _open(job, path) as llm:
         if not log.quiet and not log.verbose:
             note(llm.kvflash.banner())
-        if (cache := job.pool.prefix_cache()) is not None:
+        if (cache := job.opening.pool.prefix_cache()) is not None:
             llm.set_cache(replace(cache, memory_bytes=0))  # in memory there are the parked ones
-        embedder = None
-        if job.embedding:
+        embedder, server = None, job.server
+        if server.embedding():
             from ..llama.embedding import Embedder
 
-            embedder = Embedder(llm, pooling=job.pooling)
+            embedder = Embedder(llm, pooling="rank" if server.reranking else server.pooling)
             if not log.quiet:
-                what = "reranking" if job.pooling == "rank" else f"embeddings, pooling {embedder.pooling}"
+                what = "reranking" if server.reranking else f"embeddings, pooling {embedder.pooling}"
                 note(f"{what}: texts of up to {embedder.most:,} tokens, a context of {size_text(embedder.bytes)}")
 
         def listening(address: str) -> None:
@@ -85,17 +202,15 @@ def serve_model(
 @contextmanager
 def _open(job: Job, path: str) -> Iterator[Any]:
     """The loaded model. One that cannot decode several answers together is opened for one at a time, with a note."""
-    settings: dict[str, Any] = {
-        "loading": job.loading, "devices": job.devices, "pool": job.pool, "drafts": job.drafts,
-        "verbose": job.log.verbose, "quiet": job.log.quiet, "embedding": job.embedding,
-        "pool_share": job.pool_share, "deterministic_batch": job.deterministic_batch,
-    }  # fmt: skip
+    server = job.server
+    served = {"embedding": server.embedding(), "pool_share": server.pool_share}
+    together = {"parallel": server.parallel, "deterministic_batch": server.deterministic_batch}
     with ExitStack() as stack:
         try:
-            llm = stack.enter_context(open_model(path, parallel=job.parallel, **settings))
+            llm = stack.enter_context(open_model(path, job.opening, job.log, **served, **together))
         except UnsupportedModelError as err:
-            if job.parallel == 1:
+            if server.parallel == 1:
                 raise
-            note(f"--parallel {job.parallel} has no effect, answers take turns: {err}")
-            llm = stack.enter_context(open_model(path, **{**settings, "deterministic_batch": False}))
+            note(f"--parallel {server.parallel} has no effect, answers take turns: {err}")
+            llm = stack.enter_context(open_model(path, job.opening, job.log, **served))
         yield llm

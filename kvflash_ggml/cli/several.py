@@ -45,13 +45,13 @@ def serve_folder(job: Job, folder: Path, sock: socket.socket, *, idle_s: float |
     with _sessions(job) as sessions:
 
         async def start(model: Shelved) -> Process:
-            loading = replace(job.loading, mmproj=model.projector)
+            opening = replace(job.opening, loading=replace(job.opening.loading, mmproj=model.projector))
             settings = replace(
                 job.settings, alias=model.name, host="127.0.0.1", port=0, cors=(), ssl_key_file=None,
                 ssl_cert_file=None, api_prefix="",
                 session_dir=None if sessions is None else sessions / quote(model.name, safe=""),
             )  # fmt: skip
-            return await Process.start(replace(job, settings=settings, loading=loading), model.path, processes)
+            return await Process.start(replace(job, settings=settings, opening=opening), model.path, processes)
 
         def abandon() -> None:
             for process in processes:
@@ -63,7 +63,7 @@ def serve_folder(job: Job, folder: Path, sock: socket.socket, *, idle_s: float |
             job.settings,
             sock,
             start,
-            n_ctx=job.loading.ctx_size,
+            n_ctx=job.opening.loading.ctx_size,
             idle_s=idle_s,
             ready=lambda address: note(f"serving {len(models)} model{'s' * (len(models) != 1)} at {address}"),
             abandon=abandon,

@@ -7,16 +7,13 @@ from pathlib import Path
 
 import click
 
-from .. import notation
 from ..errors import KVFlashError
 from ..snapshot import inspect
 from ..snapshot.inspect import Description, describe, removable
 from .model import plain_errors
 from .report import row, tell
-from .sections import Written
+from .sections import HELP, json_option, prune_options
 from .terminal import Progress, size_text, stderr_is_terminal
-
-HELP = {"help_option_names": ["-h", "--help"]}
 
 
 @click.group(context_settings=HELP)
@@ -26,7 +23,7 @@ def snapshot() -> None:
 
 @snapshot.command(context_settings=HELP)
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout: a list, an object per file.")
+@json_option("an object per file")
 @click.pass_context
 def info(ctx: click.Context, *, files: tuple[Path, ...], as_json: bool) -> None:
     """Say what FILE holds: model, text, policy, and where the bytes go.
@@ -86,14 +83,7 @@ def verify(ctx: click.Context, *, files: tuple[Path, ...], quiet: bool) -> None:
 
 @snapshot.command(context_settings=HELP)
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--older-than", type=click.FloatRange(min=0), metavar="DAYS", help="Also snapshots saved longer ago.")
-@click.option(
-    "--larger-than",
-    type=Written(notation.size),
-    metavar="SIZE",
-    help="Also the oldest snapshots, until those that are left take no more than that together, as 20G.",
-)
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@prune_options("snapshots")
 def prune(*, folder: Path, older_than: float | None, larger_than: int | None, dry_run: bool) -> None:
     """Remove what killed saves have left in FOLDER, and snapshots by age or size.
 

@@ -8,16 +8,14 @@ from typing import Any
 
 import click
 
-from .. import notation
 from ..errors import ConfigError
 from ..store import tidy
 from ..store.objects import Objects, open_objects
 from .model import plain_errors
 from .report import row
-from .sections import Written
+from .sections import HELP, json_option, prune_options
 from .terminal import size_text
 
-HELP = {"help_option_names": ["-h", "--help"]}
 DAY = 86400.0
 
 
@@ -36,9 +34,7 @@ def _surveyed(url: str) -> tuple[Objects, list[tidy.Texts]]:
 
 @store.command(context_settings=HELP)
 @click.argument("url")
-@click.option(
-    "--json", "as_json", is_flag=True, help="One JSON document on stdout: a list, an object per conversation."
-)
+@json_option("an object per conversation")
 def ls(*, url: str, as_json: bool) -> None:
     """Say which conversations the store at URL has, by the model they are of."""
     with plain_errors(verbose=False):
@@ -92,16 +88,7 @@ def verify(ctx: click.Context, *, url: str) -> None:
 
 @store.command(context_settings=HELP)
 @click.argument("url")
-@click.option(
-    "--older-than", type=click.FloatRange(min=0), metavar="DAYS", help="Also conversations written longer ago."
-)
-@click.option(
-    "--larger-than",
-    type=Written(notation.size),
-    metavar="SIZE",
-    help="Also the oldest conversations, until those that are left take no more than that together, as 20G.",
-)
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@prune_options("conversations")
 def prune(*, url: str, older_than: float | None, larger_than: int | None, dry_run: bool) -> None:
     """Remove from the store at URL what nobody needs any more, and conversations by age or size.
 
