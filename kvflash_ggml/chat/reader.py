@@ -1,4 +1,4 @@
-"""Reads one answer as it is written: content, reasoning and calls of functions, and loses nothing of it."""
+"""Reads one answer while it is written: content, reasoning and function calls. No text is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ask the model once: stream its text, measure it, and stop when asked to."""
+"""Asks the model once: streams the answer, times it, and stops at Ctrl-C."""
 
 from __future__ import annotations
 

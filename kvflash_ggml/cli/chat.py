@@ -65,8 +65,6 @@ class Chat:
         self._last: Answer | None = None
         self._warned = False
         self._commands = {
-            "/exit": self._exit,
-            "/bye": self._exit,
             "/clear": self._clear,
             "/regen": self._regen,
             "/read": self._read,
@@ -105,16 +103,17 @@ class Chat:
                 return
 
     def _handle(self, line: str) -> bool:
-        """False ends the chat."""
+        """Answer a message, or do what a command says. False ends the chat."""
         word, _, rest = line.strip().partition(" ")
         if not word.startswith("/") or "\n" in line:
             self._say(line)
-            return True
-        command = self._commands.get(word)
-        if command is None:
+        elif word in ("/exit", "/bye"):
+            return False
+        elif word in self._commands:
+            self._commands[word](rest.strip())
+        else:
             note(f"{word} is not a command; /help lists them")
-            return True
-        return command(rest.strip())
+        return True
 
     def _say(self, text: str) -> None:
         try:
@@ -168,46 +167,39 @@ class Chat:
 
     # --- commands
 
-    def _exit(self, rest: str) -> bool:
-        return False
-
-    def _help(self, rest: str) -> bool:
+    def _help(self, rest: str) -> None:
         note(HELP)
-        return True
 
-    def _clear(self, rest: str) -> bool:
+    def _clear(self, rest: str) -> None:
         self._messages = list(self._opening)
         self._documents.clear()
         self._media.clear()
         self._last = None
         note("the conversation is forgotten")
-        return True
 
-    def _regen(self, rest: str) -> bool:
+    def _regen(self, rest: str) -> None:
         if not self._messages or self._messages[-1]["role"] != "assistant":
             note("there is no answer to regenerate")
-            return True
+            return
         answer = self._messages.pop()
         question = self._messages[-1]
         if not self._answer():
             self._messages += [question, answer]
-        return True
 
-    def _read(self, rest: str) -> bool:
+    def _read(self, rest: str) -> None:
         names = _split(rest)
         if len(names) != 1:
             note("usage: /read FILE")
-            return True
+            return
         try:
             text = read_text(Path(names[0]).expanduser())
         except (OSError, ValueError) as error:
             click.secho(f"Error: {in_words(error)}", err=True, fg="red")
-            return True
+            return
         self._documents.append(text.removesuffix("\n"))
         note(f"{names[0]}: {len(text)} characters, put before your next message")
-        return True
 
-    def _attach(self, rest: str) -> bool:
+    def _attach(self, rest: str) -> None:
         names = _split(rest)
         if len(names) != 1 or self._llm.chat_handler is None:
             usage = "usage: /image FILE, /audio FILE"
@@ -217,9 +209,8 @@ class Chat:
         else:
             self._media.append(path)
             note(f"{path}: put before your next message")
-        return True
 
-    def _stats(self, rest: str) -> bool:
+    def _stats(self, rest: str) -> None:
         stats = self._llm.kvflash
         if self._last is not None:
             note(closing_line(self._last, stats))
@@ -233,7 +224,6 @@ class Chat:
                 f"recalled {_mib(stats.bytes_in)}, copied {_mib(stats.bytes_out)};"
                 f" host {_mib(stats.host_bytes)}, device {_mib(stats.device_bytes)}"
             )
-        return True
 
 
 def _read_message() -> str:

@@ -1,4 +1,4 @@
-"""`kvflash-convert`: GGUF files of drafters and models. Needs no native library but where a verb says so."""
+"""`kvflash-convert`: makes and checks GGUF files of drafters and models. Most verbs need no native library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvflash-run doctor [MODEL]`: what is installed, and does it work. One function a line of the report."""
+"""`kvflash-run doctor [MODEL]`: reports what is installed and whether it works. One function a line of the report."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ _ON_OURS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report. `data` is what the JSON document says besides."""
+    """One line of the report. remedy: what to do; "" for nothing. data: what the JSON document has besides."""
 
     name: str
     status: Status
@@ -135,15 +135,15 @@ def a_step(model: str | None, *, timeout: float) -> Check:
     child = run_child(model, timeout=timeout, module=PROBE, entry="measure")
     found = child.said.get("step")
     if child.failure or found is None:
-        return Check(name="step", status="error", detail=child.failure or "the child said nothing")
+        return Check("step", "error", child.failure or "the child said nothing")
     devices = found["devices"]
     if not devices:
         nothing = "no device but the host, whose memory others use too: there is nothing to tell"
-        return Check(name="step", status="ok", detail=nothing, data={"step": []})
+        return Check("step", "ok", nothing, data={"step": []})
     over = [device["name"] for device in devices if device["beyond"] > device["margin"]]
     remedy = f"keep more free: -fitt, or a smaller step: -ub ({', '.join(over)})" if over else ""
     detail = "\n".join(_taken(device, found["n_ubatch"]) for device in devices)
-    return Check(name="step", status="warning" if over else "ok", detail=detail, remedy=remedy, data={"step": devices})
+    return Check("step", "warning" if over else "ok", detail, remedy, {"step": devices})
 
 
 def _taken(device: Mapping[str, Any], n_ubatch: int) -> str:
@@ -173,20 +173,16 @@ def _heads(model: str | None) -> list[Check]:
         count = len(read(path).chosen)
     except ConfigError:
         detail = "not known yet: all heads are asked until a process has found those that retrieve behind its answers"
-        return [Check(name="heads", status="ok", detail=f"{detail}\nkvflash-run calibrate {model} finds them now")]
+        return [Check("heads", "ok", f"{detail}\nkvflash-run calibrate {model} finds them now")]
     detail = f"retrieval heads asked: {count}" if count else "none retrieves, so all are asked"
-    return [Check(name="heads", status="ok", detail=detail, data={"heads": count})]
+    return [Check("heads", "ok", detail, data={"heads": count})]
 
 
 def _package() -> Check:
     where = Path(__file__).parents[1]
     python = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-    return Check(
-        name="kvflash-ggml",
-        status="ok",
-        detail=f"{package_version()} in {where} ({python})",
-        data={"version": package_version()},
-    )
+    version = package_version()
+    return Check("kvflash-ggml", "ok", f"{version} in {where} ({python})", data={"version": version})
 
 
 def _bindings() -> Check:
@@ -201,18 +197,12 @@ def _bindings() -> Check:
         found = None
     if found is not None and pin in (None, found):
         own = _has_own_library()
-        return Check(
-            name=name, status="ok", detail=found if own else f"{found}{_ON_OURS}{found}",
-            data={"version": found, "own_library": own},
-        )  # fmt: skip
+        detail = found if own else f"{found}{_ON_OURS}{found}"
+        return Check(name, "ok", detail, data={"version": found, "own_library": own})
     wanted = f"llama-cpp-python=={pin}" if pin else "llama-cpp-python"
-    return Check(
-        name=name,
-        status="error",
-        detail=f"{found or 'not installed'}; this build needs exactly {pin or '?'}",
-        remedy=f'CMAKE_ARGS="-DLLAMA_BUILD=OFF" pip install --no-cache-dir {wanted}',
-        data={"version": found},
-    )
+    detail = f"{found or 'not installed'}; this build needs exactly {pin or '?'}"
+    remedy = f'CMAKE_ARGS="-DLLAMA_BUILD=OFF" pip install --no-cache-dir {wanted}'
+    return Check(name, "error", detail, remedy, {"version": found})
 
 
 def _has_own_library() -> bool:
@@ -225,7 +215,7 @@ def _build() -> Check:
     try:
         info = library.build_info()
     except LibraryError as error:
-        return Check(name="build", status="error", detail=str(error), remedy=pip_line.install())
+        return Check("build", "error", str(error), pip_line.install())
     patches = info.get("patches", [])
     lines = [
         f"llama.cpp {info.get('llama_cpp_commit')}, ggml {info.get('ggml')}, {computes_on(info)}, {_flavour(info)}",
@@ -235,19 +225,15 @@ def _build() -> Check:
     defines = info.get("cmake_defines", {})
     if defines:
         lines.append(" ".join(f"{key}={value}" for key, value in defines.items()))
-    return Check(name="build", status="ok", detail="\n".join(lines), data={"build": info})
+    return Check("build", "ok", "\n".join(lines), data={"build": info})
 
 
 def _library(child: Child) -> Check:
     if child.doing in ("start", "library") and child.failure:
         remedy = rebuild(child) if env.lib_path() is None else "unset KVFLASH_LIB_PATH"
-        return Check(name="library", status="error", detail=told(child), remedy=remedy)
-    return Check(
-        name="library",
-        status="ok",
-        detail=f"{child.said['library']}\n{child.said['cpu']}: {child.said['system']}",
-        data={"path": child.said["library"], "cpu": child.said["cpu"]},
-    )
+        return Check("library", "error", told(child), remedy=remedy)
+    path, cpu = child.said["library"], child.said["cpu"]
+    return Check("library", "ok", f"{path}\n{cpu}: {child.said['system']}", data={"path": path, "cpu": cpu})
 
 
 _BESIDE, _BETWEEN = "pages move beside the compute, as on CUDA", "pages move by plain copies, between two steps"
@@ -270,10 +256,10 @@ def _unmeasured(names: Iterable[str]) -> list[str]:
 
 def _devices(child: Child) -> Check:
     if _failed(child, "devices"):
-        return Check(name="devices", status="error", detail=child.failure, remedy="nvidia-smi")
+        return Check("devices", "error", child.failure, remedy="nvidia-smi")
     found = child.said.get("devices")
     if found is None:
-        return Check(name="devices", status="warning", detail="not looked at")
+        return Check("devices", "warning", "not looked at")
     lines = [
         f"{d['name']}: {d['description']}, {d['free'] / 2**30:.1f} of {d['total'] / 2**30:.1f} GiB free" for d in found
     ]
@@ -287,13 +273,7 @@ def _devices(child: Child) -> Check:
         remedy = pip_line.reinstall(library.CUDA_FLAGS) if computes_on(_info()) == "CPU" else "nvidia-smi"
     elif child.said["gpu"] and _NVIDIA_DRIVER.exists():
         lines.append(_driver())
-    return Check(
-        name="devices",
-        status=status,
-        detail="\n".join(lines),
-        remedy=remedy,
-        data={"devices": found, "gpu": child.said["gpu"]},
-    )
+    return Check("devices", status, "\n".join(lines), remedy, {"devices": found, "gpu": child.said["gpu"]})
 
 
 def _environment() -> list[Check]:
@@ -308,9 +288,9 @@ def _environment() -> list[Check]:
         if (name := (d.metadata["Name"] or "").lower()).startswith("nvidia-")
     )
     detail = "\n".join(f"{k}={v}" for k, v in found.items()) or "nothing set"
-    checks = [Check(name="environment", status="ok", detail=detail, data={"variables": found})]
+    checks = [Check("environment", "ok", detail, data={"variables": found})]
     if wheels:
-        checks.append(Check(name="CUDA wheels", status="ok", detail="\n".join(wheels), data={"wheels": wheels}))
+        checks.append(Check("CUDA wheels", "ok", "\n".join(wheels), data={"wheels": wheels}))
     return checks
 
 
@@ -320,22 +300,22 @@ def _weights(child: Child) -> Check:
     if _failed(child, "weights"):
         buffer = child.said.get("buffer")
         why, remedy = trial.explain_weights(buffer) if buffer else ("", "")
-        return Check(name=name, status="error", detail=f"{why}: {child.failure}".removeprefix(": "), remedy=remedy)
+        return Check(name, "error", f"{why}: {child.failure}".removeprefix(": "), remedy=remedy)
     found = child.said.get("weights")
     if found is None:
-        return Check(name=name, status="warning", detail="not looked at")
+        return Check(name, "warning", "not looked at")
     lines = [f"{buffer}: {types} types, as exact as plain ones" for buffer, types in found.items()]
-    return Check(name=name, status="ok", detail="\n".join(lines) or "none here", data={"buffers": found})
+    return Check(name, "ok", "\n".join(lines) or "none here", data={"buffers": found})
 
 
 def _decode(child: Child, model: str | None) -> Check:
     name = model or "a tiny model of random weights"
     if _failed(child, "decode"):
         remedy = _decode_remedy(child, model or "MODEL.gguf")
-        return Check(name="decode", status="error", detail=f"{name}: {told(child)}", remedy=remedy)
+        return Check("decode", "error", f"{name}: {told(child)}", remedy=remedy)
     result = child.said.get("decode")
     if result is None:
-        return Check(name="decode", status="error", detail="not tried: see above")
+        return Check("decode", "error", "not tried: see above")
     lines = [name, *_about(child), f"{result['prompt']} + {len(result['tokens'])} tokens, {result['seconds']} s"]
     status: Status = "ok"
     remedy = ""
@@ -347,9 +327,8 @@ def _decode(child: Child, model: str | None) -> Check:
         remedy = f"kvflash-run {model or 'MODEL.gguf'} --kvflash off    (paging does not work here)"
     if result["paged"]:
         lines.append(f"pages: {result['page_outs']} out, {result['page_ins']} in")
-    detail = "\n".join(lines)
     data = {"about": child.said.get("about"), "decode": result}
-    return Check(name="decode", status=status, detail=detail, remedy=remedy, data=data)
+    return Check("decode", status, "\n".join(lines), remedy, data)
 
 
 def _about(child: Child) -> list[str]:
@@ -374,10 +353,10 @@ def _placement(child: Child, model: str | None) -> list[Check]:
     if model is None or child.doing != "placement":
         return []
     if child.failure:
-        return [Check(name="placement", status="error", detail=told(child), remedy=f"kvflash-run {model} --dry-run")]
+        return [Check("placement", "error", told(child), remedy=f"kvflash-run {model} --dry-run")]
     found = child.said["placement"]
     status: Status = "ok" if found["fits"] else "warning"
-    return [Check(name="placement", status=status, detail="\n".join(placement_lines(model, found)), data=found)]
+    return [Check("placement", status, "\n".join(placement_lines(model, found)), data=found)]
 
 
 def _decode_remedy(child: Child, model: str) -> str:

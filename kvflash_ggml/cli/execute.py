@@ -1,4 +1,4 @@
-"""`kvflash-run exec [OPTIONS] -- PROGRAM ...`: another Python program, with a pool."""
+"""`kvflash-run exec [OPTIONS] -- PROGRAM ...`: runs another Python program with a pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of a hub: which file of a repository is meant, and where the hub's cache folder, which programs share, has it.
+"""Models of a hub: chooses the file of a repository, and finds it in the cache folder that programs share.
 
 The download is in `download.py`, which needs huggingface_hub. Here nothing does.
 """

@@ -1,4 +1,4 @@
-"""`kvflash-run launch PROGRAM`: a coding agent, pointed at a server by its environment and its command line alone."""
+"""`kvflash-run launch PROGRAM`: starts a coding agent on a server, by its environment and command line alone."""
 
 from __future__ import annotations
 

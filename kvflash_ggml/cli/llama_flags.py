@@ -1,4 +1,4 @@
-"""Options of llama-server and llama-cli that mean nothing here, or something else: each is taken, or answered.
+"""Options of llama-server and llama-cli without an equal here: each has no effect, or is refused with a remedy.
 
 Options that do the same here have the same names, and are not in this list.
 """

@@ -1,4 +1,4 @@
-"""Load the model as the options say. The functions at the top are where tests put a fake."""
+"""Loads the model as the options say. Tests replace the functions at the top."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class ContextOptions:
     )  # fmt: skip
     batch_size: int | None = _model(int, "-b", least=1, most=MAX_CONTEXT, help="Logical batch.  [default: 512]")
     ubatch_size: int | None = _model(
-        int, "-ub", least=1, most=MAX_CONTEXT, help="Tokens computed at once.  [default: 512, or what --fit finds]"
+        int, "-ub", least=1, most=MAX_CONTEXT, help="Tokens of one step.  [default: 512, or what --fit finds]"
     )
     threads_batch: int | None = _model(
         int, "-tb", least=1, most=MAX_THREADS, help="CPU threads that read a prompt.  [default: as -t]"
@@ -116,7 +116,7 @@ class ContextOptions:
         help=f"Type of the K cache: {', '.join(KV_TYPES)}.  [default: f16, or q8_0 where --fit gains by it]",
     )  # fmt: skip
     cache_type_v: str | None = _model(
-        tuple(KV_TYPES), "-ctv", metavar="TYPE", help="Type of the V cache, the same names."
+        tuple(KV_TYPES), "-ctv", metavar="TYPE", help="Type of the V cache; the names are those of -ctk."
     )
     flash_attn: str = _model(
         ("on", "off", "auto"), "-fa", metavar="on|off|auto", default="auto",
@@ -138,7 +138,7 @@ class WeightOptions:
         help="Use the devices of these servers (kvflash-run rpc serve) before those of this machine.",
     )  # fmt: skip
     rpc_trust: bool = _model(
-        bool, default=False, help="Also of servers that are neither on this machine nor in a private network."
+        bool, default=False, help="Use --rpc servers outside this machine and private networks too."
     )
     repack: bool = _model(
         bool, "--repack/--no-repack", " /-nr", default=True,
@@ -148,14 +148,16 @@ class WeightOptions:
         bool, "--mmap/--no-mmap", default=True,
         help="Map the file into memory, or read it into memory.  [default: mmap]",
     )  # fmt: skip
-    mlock: bool = _model(bool, default=False, help="Keep the weights in memory: the system must not swap them out.")
-    lora: str | None = _model(word, metavar="FILE", help="A LoRA adapter that is added to the weights.")
+    mlock: bool = _model(
+        bool, default=False, help="Lock the weights in memory, so that the system does not swap them out."
+    )
+    lora: str | None = _model(word, metavar="FILE", help="Add a LoRA adapter to the weights.")
     lora_scaled: tuple[str, float] | None = _model(
-        read_scaled, metavar="FILE:SCALE", help="The same, with this weight."
+        read_scaled, metavar="FILE:SCALE", help="Add a LoRA adapter with this weight."
     )
     override_kv: tuple[tuple[str, bool | int | float | str], ...] = _model(
         read_override, default=(), many=True, metavar="KEY=TYPE:VALUE",
-        help="A field of the model's file that is another: int, float, bool or str.",
+        help="Replace a field of the model's file. TYPE is int, float, bool or str.",
     )  # fmt: skip
 
     def settings(self) -> dict[str, Any]:
@@ -218,7 +220,7 @@ class SamplingOptions(Samplers):
 
     max_tokens: int = _sampling(
         read_limit, "-n", "--max-tokens", "--predict", "--n-predict", default=-1, metavar="N",
-        help="Tokens to generate at most; -1 is until the answer ends.",
+        help="Generate at most N tokens; -1: until the answer ends.",
     )  # fmt: skip
     seed: int = _sampling(
         int, least=-1, most=0xFFFFFFFF, default=-1, help="Seed of the random numbers; -1 is a random one."
@@ -234,7 +236,7 @@ class LogOptions:
 
     verbose: bool = _output(bool, "-v", default=False, help="llama.cpp's log, and tracebacks, on stderr.")
     quiet: bool = _output(bool, "-q", default=False, help="Nothing but errors on stderr.")
-    log_file: Path | None = _output(Path, metavar="FILE", help="The log is added to FILE too.")
+    log_file: Path | None = _output(Path, metavar="FILE", help="Append the log to FILE too.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +247,9 @@ class OutputOptions(LogOptions):
         bool, "--json", default=False, variable="KVFLASH_AS_JSON",
         help="One JSON document on stdout: text, usage, timings and the pool's counters.",
     )  # fmt: skip
-    stream: bool = _output(bool, "--stream/--no-stream", default=True, help="Print tokens as they come, or at the end.")
+    stream: bool = _output(
+        bool, "--stream/--no-stream", default=True, help="Print tokens as they come, or all at the end."
+    )
 
 
 log_options = collected("log", LogOptions)
@@ -258,10 +262,12 @@ class SnapshotOptions:
 
     snapshot: Path | None = _snapshot(
         Path, metavar="FILE",
-        help="Go on from the session in FILE, if it is there, and save the session to FILE at the end.",
+        help="Continue the session in FILE if it exists, and save the session to FILE at the end.",
     )  # fmt: skip
-    snapshot_ro: bool = _snapshot(bool, default=False, help="Only read FILE, which must be there.")
-    snapshot_compress: bool = _snapshot(bool, default=False, help="Save with Zstandard; needs the package zstandard.")
+    snapshot_ro: bool = _snapshot(bool, default=False, help="Read FILE, which must exist, and do not write it.")
+    snapshot_compress: bool = _snapshot(
+        bool, default=False, help="Compress with Zstandard; needs the package zstandard."
+    )
 
 
 snapshot_options = collected("saving", SnapshotOptions)
@@ -319,11 +325,11 @@ class SpecOptions:
 
     draft_n_max: int | None = _spec(
         int, "--spec-draft-n-max", least=1,
-        help="Draft so many tokens at most.  [default: by what it costs and wins, up to 31; 7 with recurrent state]",
+        help="Draft at most N tokens a step.  [default: as measured costs decide, up to 31; 7 with recurrent state]",
     )  # fmt: skip
     fixed: bool = _spec(
         bool, "--spec-fixed", default=False,
-        help="Always verify --spec-draft-n-max tokens, by no clock: the same call takes the same steps.",
+        help="Verify --spec-draft-n-max tokens in each step, whatever it costs: the same call takes the same steps.",
     )  # fmt: skip
     fields: dict[str, Any]
 
@@ -413,34 +419,34 @@ class DeviceOptions:
     )
     split_mode: str = _device(
         tuple(SPLIT_MODES), "-sm", metavar="|".join(SPLIT_MODES), default="layer",
-        help="How the model is split over them; a pool needs whole layers.",
+        help="How the model is split over the devices; a pool needs whole layers.",
     )  # fmt: skip
     tensor_split: list[float] | None = _device(
         read_shares, "-ts", metavar="N,...",
         help="Share of the layers of each device, as 3,1.  [default: by free memory]",
     )  # fmt: skip
-    main_gpu: int = _device(int, "-mg", least=0, default=0, help="The device that is used with -sm none.")
+    main_gpu: int = _device(int, "-mg", least=0, default=0, help="The device for -sm none.")
     override_tensor: tuple[list[tuple[str, str]], ...] = _device(
         parse_overrides, "-ot", default=(), many=True, metavar="PATTERN=DEVICE,...",
-        help="Tensors whose name has this regular expression in it go to that device, or the CPU.",
+        help="Put tensors whose name contains a match of the regular expression on DEVICE, which may be CPU.",
     )  # fmt: skip
-    cpu_moe: bool = _device(bool, "-cmoe", default=False, help="All experts in host memory.")
+    cpu_moe: bool = _device(bool, "-cmoe", default=False, help="Keep all experts in host memory.")
     n_cpu_moe: int = _device(
         int, "-ncmoe", least=0, default=0,
-        help="The experts of N layers in host memory: layers of the CPU, then the first of each device.",
+        help="Keep the experts of N layers in host memory: layers of the CPU, then the first layers of each device.",
     )  # fmt: skip
     fit: bool | None = _device(
         bool, "-fit/-no-fit", "--fit/--no-fit",
-        help="Before loading, find what fits of what is not given: layers, experts, pool, -ub, -ctk and -ctv."
+        help="Before loading, choose what you left open so that it fits: layers, experts, pool, -ub, -ctk and -ctv."
         "  [default: with -ngl auto and a GPU, or --fit-target]",
     )  # fmt: skip
     fit_target: int | dict[str, int] | None = _device(
         read_margins, "-fitt", metavar="MiB|NAME=MiB,...",
-        help="Memory that it leaves free of each device.  [default: 512, or 2 % of a GPU]",
+        help="Memory that --fit leaves free on each device.  [default: 512, or 2 % of a GPU]",
     )  # fmt: skip
     device_memory: dict[str, int] | None = _device(
         read_memory, metavar="NAME=SIZE,...",
-        help="Memory that it counts on, as CUDA0=24G; --dry-run imagines devices that are not there.",
+        help="Memory that --fit may use, as CUDA0=24G; --dry-run takes devices too that this machine lacks.",
     )  # fmt: skip
 
     @property

@@ -54,31 +54,13 @@ def main(model: str) -> None:
 
 
 def devices() -> list[dict[str, Any]]:
-    """Every device ggml can compute on. Memory is bytes."""
-    ggml = ctypes.CDLL(None)
-    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
-    ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
-    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
-    for name in ("name", "description"):
-        function = getattr(ggml, f"ggml_backend_dev_{name}")
-        function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_char_p
-    memory = ggml.ggml_backend_dev_memory
-    memory.argtypes = [ctypes.c_void_p, *[ctypes.POINTER(ctypes.c_size_t)] * 2]
-    memory.restype = None
-    found = []
-    for index in range(ggml.ggml_backend_dev_count()):
-        device = ggml.ggml_backend_dev_get(index)
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        memory(device, ctypes.byref(free), ctypes.byref(total))
-        found.append(
-            {
-                "name": ggml.ggml_backend_dev_name(device).decode(),
-                "description": ggml.ggml_backend_dev_description(device).decode(),
-                "free": free.value,
-                "total": total.value,
-            }
-        )
-    return found
+    """Describe every device that ggml can compute on. Memory is bytes."""
+    from ..native import devices as native
+
+    return [
+        {"name": one.name, "description": one.description, "free": one.free_bytes, "total": one.total_bytes}
+        for one in native.devices()
+    ]
 
 
 def decode(model: str) -> dict[str, Any]:

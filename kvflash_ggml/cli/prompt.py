@@ -1,4 +1,4 @@
-"""Where the prompt comes from: the command line, a file, or a pipe."""
+"""Reads the prompt: from the command line, a file, or a pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What verbs say: the closing line of a run, lines for people, or one JSON document."""
+"""Writes what verbs report: the closing line of a run, lines for people, or one JSON document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How positions are encoded, for contexts longer than the one a model was trained for."""
+"""Options of RoPE, for contexts longer than the trained length."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class RopeOptions:
     """llama.cpp's settings of RoPE. What is not given is the model's own."""
 
     yarn: bool = _rope(
-        bool, default=False, help="Stretch the positions by YaRN as far as -c exceeds the length of the training."
+        bool, default=False, help="Stretch the positions by YaRN, as far as -c exceeds the trained length."
     )
     rope_scaling: str | None = _rope(
         tuple(SCALING), metavar="|".join(SCALING), help="How positions are stretched.  [default: the model's own]"
     )
     rope_scale: float | None = _rope(
-        float, least=0, above=True, metavar="N", help="The context becomes so many times as long."
+        float, least=0, above=True, metavar="N", help="Stretch the context by this factor."
     )
     rope_freq_base: float | None = _rope(float, least=0, above=True, metavar="N", help="Base of the frequencies.")
     rope_freq_scale: float | None = _rope(
-        float, least=0, above=True, metavar="N", help="1/N of --rope-scale: frequencies are multiplied by it."
+        float, least=0, above=True, metavar="N", help="Multiply the frequencies by N, the inverse of --rope-scale."
     )
-    yarn_orig_ctx: int | None = _rope(int, least=1, help="YaRN: the length of the training.")
+    yarn_orig_ctx: int | None = _rope(int, least=1, help="YaRN: the trained length.")
     yarn_ext_factor: float | None = _rope(float, least=-1, help="YaRN: extrapolation; 0 is interpolation alone.")
     yarn_attn_factor: float | None = _rope(float, least=-1, help="YaRN: scale of the attention.")
     yarn_beta_slow: float | None = _rope(float, least=-1, help="YaRN: high correction dimension, alpha.")

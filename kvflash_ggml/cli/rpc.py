@@ -1,4 +1,4 @@
-"""`kvflash-run rpc`: lend the devices of this machine to another, and look at those of another."""
+"""`kvflash-run rpc`: lends the devices of this machine to another, and checks the devices of another."""
 
 from __future__ import annotations
 

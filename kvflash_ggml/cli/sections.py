@@ -1,4 +1,4 @@
-"""Options made of settings, under headings, and a command that prints its help under those headings."""
+"""Makes options of settings, under headings, and commands that print their help under those headings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvflash-run serve MODEL`: an OpenAI server."""
+"""`kvflash-run serve MODEL`: starts an OpenAI server."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .several import serve_folder
 from .terminal import note
 
 _EPILOG = """\b
-Any number of conversations share the pool: --parallel of them are computed together, the
-others are put aside and go on bit for bit. A prompt is read from where it leaves what is known.
+Any number of conversations share the pool: --parallel of them are computed together. Idle
+conversations are swapped to host memory and resume bitwise identical. A turn reads only new tokens.
 
 \b
 Endpoints: /v1/chat/completions, /v1/embeddings, /api/chat, /v1/messages, /v1/responses, /v1/completions, /v1/models,
@@ -76,7 +76,9 @@ def serve(
     if server.models_dir is None and named:
         raise click.UsageError("--sleep-idle-seconds unloads one of several models: add --models-dir, or leave it out")
     if pool.kvflash == "off":
-        raise click.UsageError("conversations are put aside in a pool: leave out --kvflash off, or give --kvflash auto")
+        raise click.UsageError(
+            "a server needs a pool for its conversations: leave out --kvflash off, or give --kvflash auto"
+        )
     if pool.fields["reading"] == "preview":
         raise click.UsageError(
             "a server makes previews by request (kvflash.reading): leave out --kvflash-reading preview"

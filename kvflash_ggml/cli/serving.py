@@ -51,7 +51,10 @@ class ServerOptions:
         help="The model, from a hub: fetched once (kvflash-run pull --help).",
     )  # fmt: skip
     alias: str | None = _server(
-        notation.word, "-a", metavar="NAME", help="What the model is called.  [default: the file's name, or the hub's]"
+        notation.word,
+        "-a",
+        metavar="NAME",
+        help="Name of the model in the API.  [default: the file's name, or the hub's]",
     )
     chat_template: str | None = _server(
         read_template, metavar="JINJA|chatml", help="Jinja template in place of the model's own, as text."
@@ -61,25 +64,25 @@ class ServerOptions:
     )
     api_key: tuple[str, ...] = _net(
         notation.key, default=(), many=True, metavar="KEY",
-        help="Needed by every request; may be repeated.  [default: none]",
+        help="Key that every request must have; may be repeated.  [default: none]",
     )  # fmt: skip
-    api_key_file: Path | None = _net(Path, metavar="FILE", exists=True, help="More keys, one a line.")
+    api_key_file: Path | None = _net(Path, metavar="FILE", exists=True, help="File with more keys, one a line.")
     insecure: bool = _net(bool, default=False, help="Listen at an address that is not loopback without a key.")
     parallel: int | Literal["auto"] = _limits(
         read_parallel, "-np", "--parallel", default=1, metavar="N|auto",
-        help="Answers that are decoded together, each in its share of the pool; any number of conversations is kept."
-        " auto: 8, or fewer where their states or least shares take too much.",
+        help="Answers decoded together, each in its share of the pool; any number of conversations is kept."
+        " auto: 8, or fewer where recurrent states or the smallest shares take too much.",
     )  # fmt: skip
     pool_share: Literal["strict", "elastic"] | None = _limits(
         ("strict", "elastic"),
-        help="elastic: whenever a request begins or ends, the answers that run divide the pool among them; idle"
-        " conversations keep their newest tokens and what is pinned. strict: the pool divided by --parallel, so that no"
-        " other request changes what is resident.  [default: elastic; strict with --deterministic-batch or"
+        help="elastic: running answers divide the pool anew whenever a request begins or ends; idle conversations"
+        " keep their newest tokens and pins. strict: each answer has the pool divided by --parallel, so that no other"
+        " request changes what is resident.  [default: elastic; strict with --deterministic-batch or"
         " --kvflash-deterministic]",
     )  # fmt: skip
     deterministic_batch: bool = _limits(
         bool, default=False,
-        help="Others change no bit of an answer: each step has a row for each of --parallel. Needs --kvflash-tau or"
+        help="No other request changes a bit of an answer: each step has --parallel rows. Needs --kvflash-tau or"
         " --kvflash-deterministic, and a model without recurrent state or sliding windows.",
     )  # fmt: skip
     embeddings: bool = _server(
@@ -91,18 +94,18 @@ class ServerOptions:
     )
     pooling: Literal["mean", "cls", "last"] | None = _server(
         ("mean", "cls", "last"),
-        help="How tokens become an embedding.  [default: the model's own, or mean]",
+        help="How token vectors become one embedding.  [default: the model's own, or mean]",
     )
     embedding_tokens: int = _server(
-        int, least=64, default=2048, metavar="N", help="Tokens of a text that is embedded or ranked, at most."
+        int, least=64, default=2048, metavar="N", help="Longest text to embed or rank, in tokens."
     )
     models_dir: Path | None = _server(
         Path, "--models-dir", "--models", metavar="DIR", exists=True,
-        help="Serve every model in DIR, one loaded at a time: the one that a request names. Conversations are kept.",
+        help="Serve every model in DIR. The one that a request names is loaded. Conversations are kept.",
     )  # fmt: skip
     sleep_idle_seconds: float = _server(
         float, "--sleep-idle-seconds", "--idle", least=-1, default=300, metavar="S",
-        help="With --models-dir: unload a model that nobody has asked for so long; -1: never.",
+        help="With --models-dir: unload a model after S seconds without a request; -1: never.",
     )  # fmt: skip
     fields: dict[str, Any]
 

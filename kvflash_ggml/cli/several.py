@@ -1,4 +1,4 @@
-"""A folder of models, each served by a process of its own while it is loaded."""
+"""Serves a folder of models, each in a process of its own while it is loaded."""
 
 from __future__ import annotations
 

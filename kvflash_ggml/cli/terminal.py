@@ -1,4 +1,4 @@
-"""The terminal: who is one, dim notes on stderr, and the progress line."""
+"""The terminal: detects one, writes dim notes to stderr, and draws the progress line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GGUF file is, from its head alone: no model is loaded, and no native library."""
+"""Describes a GGUF file from its head alone: no model is loaded, and no native library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a plain DFlash checkpoint to a file that llama.cpp drafts with, for one target."""
+"""Converts a plain DFlash checkpoint to a file that llama.cpp drafts with, for one target."""
 
 from __future__ import annotations
 

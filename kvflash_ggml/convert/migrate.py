@@ -1,4 +1,4 @@
-"""A drafter's file with the older names of DFlash, as llama.cpp reads it."""
+"""Renames an older DFlash file's keys and tensors as llama.cpp reads them."""
 
 from __future__ import annotations
 

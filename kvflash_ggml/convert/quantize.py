@@ -1,4 +1,4 @@
-"""A drafter's file in smaller types: matrices shrink, what steers the drafter does not, and every key stays."""
+"""Quantises a drafter's file: matrices shrink; norms and every key stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GGUF file, written front to back: its fields as they lie in another one, or as values."""
+"""Writes a GGUF file front to back; fields are copied from another file, or made of values."""
 
 from __future__ import annotations
 

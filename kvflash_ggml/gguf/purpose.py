@@ -1,4 +1,4 @@
-"""What a GGUF file is for, told from its head: a model to open, or a part of one that llama.cpp cannot open alone."""
+"""Says what a GGUF file is for, from its head: a model to open, or a part that llama.cpp cannot open alone."""
 
 from __future__ import annotations
 

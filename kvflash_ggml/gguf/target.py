@@ -1,4 +1,4 @@
-"""What a drafter has to know of the model it drafts for."""
+"""What a drafter must know of its target, from the file of the target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tensor's values can be stored as, and numbers on their way from one to another."""
+"""Types of tensors, and conversion of their values from one type to another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A finished drafter's file, looked at as llama.cpp and its target will."""
+"""Checks a drafter's file, as llama.cpp and its target will use it."""
 
 from __future__ import annotations
 

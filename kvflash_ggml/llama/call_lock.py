@@ -1,4 +1,4 @@
-"""A model holds one text: what several threads ask of it is done in turns."""
+"""Lets several threads use one model, which holds one text: their calls take turns."""
 
 from __future__ import annotations
 

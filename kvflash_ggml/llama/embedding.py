@@ -1,4 +1,4 @@
-"""Embeddings and relevance of texts: a stock context of its own on a model's weights, beside the pool."""
+"""Embeds and ranks texts, in a stock context of its own on the weights of a model, beside the pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fits a model to the devices before it is loaded: what is left open in the keywords is decided and written there."""
+"""Fits a model to the devices before it is loaded: decides what the keywords leave open."""
 
 from __future__ import annotations
 

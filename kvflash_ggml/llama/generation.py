@@ -1,4 +1,4 @@
-"""One request of one text: which tokens are computed next, and which one is drawn from what was computed."""
+"""Generates one answer: prepares the steps that compute its tokens, and draws the tokens."""
 
 from __future__ import annotations
 
@@ -173,18 +173,16 @@ class Generation:
 
     def pending(self, step: Step) -> Pending:
         """A step of `advance`, for whoever computes steps of several answers together."""
-        assert self._reader.sequence is not None
         if self._reader.speculator is not None:
             self._reader.speculator.pause()
-        return Pending(self._reader.sequence, step, self._verified)
+        return Pending(self._reader.pooled, step, self._verified)
 
     def compute(self, step: Step, pending: Pending | None = None) -> None:
         """Compute a step of `advance`, or go on with one that was `pending` and computed with others.
 
         Where a draft cannot be verified, its root is evaluated alone.
         """
-        reader, sequence, verified = self._reader, self._reader.sequence, self._verified
-        assert sequence is not None
+        reader, sequence, verified = self._reader, self._reader.pooled, self._verified
         try:
             if pending is None:
                 sequence.finish(step)
@@ -213,8 +211,7 @@ class Generation:
 
     def _prepare(self, token: int) -> Step | None:
         """The step of one token. None if the text had to be read again, and the token with it."""
-        reader, sequence = self._reader, self._reader.sequence
-        assert sequence is not None
+        reader, sequence = self._reader, self._reader.pooled
         tokens, known = reader.admit([token]), None
         try:
             if sequence.engine.closed:
@@ -233,8 +230,7 @@ class Generation:
 
     def _prepare_draft(self, speculator: Speculator, token: int, draft: Draft) -> Step | None:
         """The step of a token and what is drafted after it. None if it was evaluated alone."""
-        reader, sequence = self._reader, self._reader.sequence
-        assert sequence is not None
+        reader, sequence = self._reader, self._reader.pooled
         rows = arranged(token, draft)
         self._verified = Verified(draft, rows, speculator)
         try:
@@ -254,8 +250,7 @@ class Generation:
 
     def _goes_on(self, verified: Verified, sent: abc.Sequence[int] | None) -> bool:
         """Is the token that was drawn the next row of the draft? Otherwise the draft ends here."""
-        reader, sequence = self._reader, self._reader.sequence
-        assert sequence is not None
+        reader, sequence = self._reader, self._reader.pooled
         verified.speculator.resume()
         # somebody may have settled them, or set n_tokens
         if not sent and verified.child is not None and sequence.ahead and sequence.length == reader.llm.n_tokens:

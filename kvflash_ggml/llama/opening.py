@@ -132,12 +132,11 @@ def open_beside(llm: Any, seq: int) -> Any:
 
 def make_context(llm: Any, size: PoolSize) -> internals.LlamaContext:
     """A second context on the model. DoesNotFit if llama.cpp cannot make it."""
-    assert llm._reader.sequence is not None
     with llm._pool_request(size):
         try:
             context = internals.LlamaContext(model=llm._model, params=llm.context_params, verbose=llm.verbose)
         except ValueError as err:
-            pool, there = llm._reader.sequence.pool, ctypes.cast(llm._ctx.ctx, ctypes.c_void_p).value or 0
+            pool, there = llm._reader.pooled.pool, ctypes.cast(llm._ctx.ctx, ctypes.c_void_p).value or 0
             devices = pool.engine.info.devices
             raise sizing.no_room_beside(llm._model, there, devices, size, pool.n_slots) from err
     llm._stack.enter_context(contextlib.closing(context))
@@ -194,9 +193,8 @@ def exchange(llm: Any, config: KVFlashConfig, size: PoolSize, saved: SessionStat
         reader.speculator = llm._reader.speculator
         llm._reader, llm._saver = reader, Saver(reader)
         open_pool(llm, size, beside=old.pool)
-        assert reader.sequence is not None
-        reader.sequence.events.observer = old.events.observer
-        reader.sequence.pool.take_images(old.pool)
+        reader.pooled.events.observer = old.events.observer
+        reader.pooled.pool.take_images(old.pool)
         if saved is not None:
             llm._saver.go_on_from(saved.share())
     except BaseException:

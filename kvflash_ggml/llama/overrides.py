@@ -1,4 +1,4 @@
-"""One answer made in another way than the model was told to make all of them."""
+"""Overrides, for one answer, how its prompt is read and what its tokens see."""
 
 from __future__ import annotations
 
@@ -35,23 +35,22 @@ def overridden(
     None leaves it to the model's configuration. What is known of the prompt stays as it was read. ConfigError for what
     the model was not opened for.
     """
-    session = llm._reader.sequence
-    assert session is not None
+    sequence = llm._reader.pooled
     for name, value, possible in (("reading", reading, readings(llm)), ("answer", answer, answers(llm))):
         if value is not None and value not in possible:
             here = f"{name} can be {' or '.join(possible)} here, not {value!r}"
             raise ConfigError(f"{here}: make the model with kvflash_{name}={value!r}")
-    before, speculator = session.reading, llm._reader.speculator
+    before, speculator = sequence.reading, llm._reader.speculator
     if _stages(llm):
         exact = before.exact if reading is None else reading == "exact"
         answers_exactly = before.answers_exactly if answer is None else answer != "pool"
-        session.reading = replace(before, exact=exact, answers_exactly=answers_exactly)
+        sequence.reading = replace(before, exact=exact, answers_exactly=answers_exactly)
     if not drafts:
         llm._reader.speculator = None
     try:
         yield
     finally:
-        session.reading, llm._reader.speculator = before, speculator
+        sequence.reading, llm._reader.speculator = before, speculator
 
 
 def _stages(llm: Llama) -> bool:

@@ -1,4 +1,4 @@
-"""What the constructor of `Llama` is asked for: keywords, defaults of `install`, and which combinations can work."""
+"""Reads and checks the keywords of `Llama`'s constructor, and the defaults of `install`."""
 
 from __future__ import annotations
 

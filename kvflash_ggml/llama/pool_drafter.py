@@ -1,4 +1,4 @@
-"""The pool as a drafter: what is resident proposes tokens, and all of the text verifies them at once."""
+"""The pool as a drafter: what is resident proposes tokens, and the whole text verifies them at once."""
 
 from __future__ import annotations
 
@@ -61,27 +61,26 @@ class PoolDrafter:
         if not self.able:
             return None
         reader, drawn = self._reader, list[int]()
-        assert reader.sequence is not None
         sampler = reader.llm._sampler
         copy = None if reader.greedy or sampler is None or sampler.custom_samplers else sampler.clone()
         if self._nested is not None:
             self._nested.apart()
-        with SelfDraft(reader.sequence, most) as sketch:
-            while len(drawn) < most and self._extend(sketch, root, drawn, copy):
+        with SelfDraft(reader.pooled, most) as draft:
+            while len(drawn) < most and self._extend(draft, root, drawn, copy):
                 root = drawn[-1]
         return chain(drawn, self.name) if drawn else None
 
-    def _extend(self, sketch: SelfDraft, root: int, drawn: list[int], copy: Any) -> bool:
+    def _extend(self, text: SelfDraft, root: int, drawn: list[int], copy: Any) -> bool:
         """One step of the pool, which draws a token, and one more for each that was drafted for it and is right.
 
         False if it was the last one: what follows could not be computed.
         """
         nested = self._nested
-        draft = None if nested is None else nested.propose(sketch, root)
+        draft = None if nested is None else nested.propose(text, root)
         drafted = [] if draft is None else draft.tokens.tolist()
-        length = len(sketch.tokens)
+        length = len(text.tokens)
         try:
-            sketch.write([root, *drafted])
+            text.write([root, *drafted])
         except KVFlashError as err:
             if nested is None or draft is None:
                 raise
@@ -96,14 +95,13 @@ class PoolDrafter:
             nested.plain()
         elif nested is not None:
             nested.verified(range(right), len(drafted) + 1)
-        return sketch.retain(length + 1 + right)
+        return text.retain(length + 1 + right)
 
     def _drawing(self, rows: int, drawn: list[int], copy: Any) -> Draw:
         """What draws after the rows of the newest step, in their order. drawn: what was before. copy: of a sampler."""
         reader = self._reader
         if copy is None:
-            assert reader.sequence is not None
-            picks: list[int] = reader.sequence.engine.argmax(range(rows)).tolist()
+            picks: list[int] = reader.pooled.engine.argmax(range(rows)).tolist()
             return picks.__getitem__
         return lambda row: int(copy.sample(reader.llm._ctx, row))
 

@@ -124,14 +124,13 @@ class Previews:
 
     def _preview(self, make: Make, tokens: Sequence[int], places: Int64s) -> Tokens:
         llm, saver, reader = self._llm, self._llm._saver, self._llm._reader
-        assert reader.sequence is not None
         before = saver.saved(None) if llm.n_tokens else None
         reader.previewing = True
         try:
             with llm.without_cache():
                 yield from make([tokens[at] for at in places])
         finally:
-            told = replace(reader.sequence.stats, previewed=len(tokens))
+            told = replace(reader.pooled.stats, previewed=len(tokens))
             try:
                 if before is None:
                     reader.reset()
@@ -143,7 +142,7 @@ class Previews:
             finally:
                 reader.previewing = False
             self._unread = partial(make, tokens)
-            reader.sequence.stats = told
+            reader.pooled.stats = told
 
     def finish(self) -> int:
         """See `Llama.finish_preview`."""

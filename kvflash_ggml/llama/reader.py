@@ -43,6 +43,12 @@ class Reader:
         self.greedy = False
         self.previewing = False
 
+    @property
+    def pooled(self) -> Sequence:
+        """The sequence, for callers that know there is a pool."""
+        assert self.sequence is not None
+        return self.sequence
+
     # --- evaluation
 
     def evaluate(self, tokens: abc.Sequence[int], *, checkpoint: int | None = None, prompt: bool = False) -> None:
@@ -68,9 +74,8 @@ class Reader:
 
     def _extend(self, tokens: Int32s, count: int, *, checkpoint: int | None = None, prompt: bool = False) -> None:
         """Evaluate tokens, `count` of which were asked for. One of an answer takes no time that is worth reporting."""
-        assert self.sequence is not None
         prefill.extend(
-            self.sequence,
+            self.pooled,
             tokens,
             output_all=self.llm._logits_all,
             after=self.after_step,
@@ -86,8 +91,7 @@ class Reader:
 
         known: tokens that were read before `data`, None for all of `n_tokens`.
         """
-        sequence, llm = self.sequence, self.llm
-        assert sequence is not None
+        sequence, llm = self.pooled, self.llm
         what = f"the text from token {kept} on" if kept else "the whole text"
         logger.warning("%s: %s is read again", why, what)
         if self.prefixes is not None:
@@ -133,8 +137,7 @@ class Reader:
 
     def catch_up(self) -> None:
         """Bring the sequence to `n_tokens`, which inherited methods and users may have set."""
-        sequence, llm = self.sequence, self.llm
-        assert sequence is not None
+        sequence, llm = self.pooled, self.llm
         if not 0 <= llm.n_tokens <= llm._n_ctx:
             raise ConfigError(f"n_tokens = {llm.n_tokens} must be from 0 to n_ctx = {llm._n_ctx}")
         sequence.settle()
@@ -145,8 +148,7 @@ class Reader:
 
     def after_step(self, start: int, count: int) -> None:
         """Take over what a step of the sequence has computed."""
-        sequence, llm = self.sequence, self.llm
-        assert sequence is not None
+        sequence, llm = self.pooled, self.llm
         llm.input_ids[start : start + count] = sequence.ids[start : start + count]
         if llm._logits_all:
             logits = np.ctypeslib.as_array(llm._ctx.get_logits_ith(sequence.logits.first), shape=(count, llm._n_vocab))
@@ -156,8 +158,7 @@ class Reader:
 
     def keep(self, row: int) -> None:
         """Accept one more of the draft rows."""
-        sequence, llm = self.sequence, self.llm
-        assert sequence is not None
+        sequence, llm = self.pooled, self.llm
         pos = llm.n_tokens
         sequence.keep(row)
         if llm._logits_all:
@@ -246,11 +247,11 @@ class Reader:
 
     def put_logits(self, pos: int, row: npt.NDArray[np.single]) -> None:
         """Make `row` [n_vocab] the logits of the token at `pos`, the only ones at hand."""
-        assert self.sequence is not None
-        self.sequence.engine.set_logits(row)
-        for text in self.sequence.pool.texts.values():
+        sequence = self.pooled
+        sequence.engine.set_logits(row)
+        for text in sequence.pool.texts.values():
             text.logits = NO_LOGITS
-        self.sequence.logits = Logits(pos, 1)
+        sequence.logits = Logits(pos, 1)
 
     def sample(self, pos: int, *args: Any, **kwargs: Any) -> int:
         """Draw the token after `pos` as upstream does. KVFlashError where its logits are not at hand, which would end

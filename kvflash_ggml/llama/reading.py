@@ -1,4 +1,4 @@
-"""How a `Llama` reads: whether there is memory to see the whole text, and what is said if not."""
+"""Decides how a `Llama` reads: whether there is memory for steps that see the whole text."""
 
 from __future__ import annotations
 

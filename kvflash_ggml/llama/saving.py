@@ -35,9 +35,8 @@ class Saver:
 
     def open(self, llm: llama_cpp.Llama, engine: Engine) -> None:
         """Save the text of the reader's sequence from now on, which is on this engine."""
-        assert self.reader.sequence is not None
         read = fingerprint.of_llama(llm, engine)
-        self.store = SnapshotStore(self.reader.sequence, fingerprint=read, n_vocab=llm.n_vocab())
+        self.store = SnapshotStore(self.reader.pooled, fingerprint=read, n_vocab=llm.n_vocab())
         llm._ctx._exit_stack.callback(self.store.close)
 
     @property
@@ -55,10 +54,9 @@ class Saver:
     def saved(self, length: int | None, *, drafts: bool = True) -> SessionState:
         """The text and its memory as a value, to be released. length, drafts: as in `restore.state`."""
         reader, llm = self.reader, self.reader.llm
-        assert reader.sequence is not None
         self._check_kept()
         reader.catch_up()
-        saved = restore.state(reader.sequence, length, drafts=drafts)
+        saved = restore.state(reader.pooled, length, drafts=drafts)
         saved.seed = llm._seed
         if length in (None, llm.n_tokens) and reader.logits_at_hand:
             saved.logits = reader.logits_row(llm.n_tokens - 1).copy()
@@ -71,10 +69,9 @@ class Saver:
     def go_on_from(self, saved: SessionState) -> None:
         """Go on from a saved session, and release it."""
         reader = self.reader
-        assert reader.sequence is not None
         try:
-            reader.sequence.settle()  # the text that stays if the load is refused
-            restore.load(reader.sequence, saved, reader.follow)
+            reader.pooled.settle()  # the text that stays if the load is refused
+            restore.load(reader.pooled, saved, reader.follow)
         finally:
             saved.release()
         reader.llm._seed = saved.seed
@@ -93,9 +90,8 @@ class Saver:
 
     def _recovered(self) -> SessionState:
         """What is left of the text after its devices were lost."""
-        assert self.reader.sequence is not None
         self._check_kept()
-        saved = restore.kept_state(self.reader.sequence)
+        saved = restore.kept_state(self.reader.pooled)
         saved.seed = self.reader.llm._seed
         return saved
 
@@ -134,10 +130,9 @@ class Saver:
 
     def checkpoint(self) -> None:
         """See `Llama.checkpoint`."""
-        sequence = self.reader.sequence
         _ = self.snapshots
-        assert sequence is not None
         self.reader.catch_up()
+        sequence = self.reader.pooled
         sequence.checkpoints.before_step(sequence.length, wanted=True)
 
     # --- prefix cache
@@ -203,8 +198,7 @@ class Saver:
 
     def _restore_prefix(self, prefixes: Prefixes, tokens: Int32s) -> None:
         """Bring the sequence to the text that shares most with `tokens`, if that is not the one at hand."""
-        reader, sequence = self.reader, self.reader.sequence
-        assert sequence is not None
+        reader, sequence = self.reader, self.reader.pooled
         if reader.llm._logits_all:
             return  # the logits of what is restored would be missing
         reader.catch_up()

@@ -1,4 +1,4 @@
-"""`llm.kvflash`: what a running pool looks like from outside."""
+"""`llm.kvflash`: counters of a pool, and calls that change what it keeps."""
 
 from __future__ import annotations
 

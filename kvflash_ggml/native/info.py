@@ -1,13 +1,16 @@
-"""What an engine tells of itself, and ggml of devices, as values."""
+"""What an engine says of itself, and ggml of devices, as values. Fields are called as in `kvf.h`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
 
 from ..constants import CHUNK
 from ._kvf import ffi, lib
 from .status import check
+
+T = TypeVar("T")
 
 Mode = Literal["stream", "remote", "sync", "host"]
 """How pages move between a device and the host: on a stream of their own; in one queue with the compute, over a
@@ -128,86 +131,38 @@ class EngineInfo:
         return any(device.asynchronous for device in self.devices)
 
 
-def read_info(engine: object) -> EngineInfo:
-    """engine: a kvf_engine pointer."""
-    raw: Any = ffi.new("kvf_info *")
-    lib.kvf_get_info(engine, raw)
-    return EngineInfo(
-        n_slots=raw.n_slots,
-        n_layers=raw.n_layers,
-        n_seq=raw.n_seq,
-        n_pos=raw.n_pos,
-        n_embd=raw.n_embd,
-        n_swa=raw.n_swa,
-        recurrent=bool(raw.recurrent),
-        rs_planes=raw.rs_planes,
-        alibi=bool(raw.alibi),
-        mask_f32=bool(raw.mask_f32),
-        v_trans=bool(raw.v_trans),
-        query_rows=raw.query_rows,
-        branches=bool(raw.branches),
-        windows_mutual=bool(raw.windows_mutual),
-        page_bytes=raw.page_bytes,
-        device_bytes=raw.device_bytes,
-        rotated=raw.rotated,
-        host_compute=bool(raw.host_compute),
-        n_threads=raw.n_threads,
-        type_k=ffi.string(raw.type_k).decode(),
-        type_v=ffi.string(raw.type_v).decode(),
-        devices=_read_devices(engine, raw.n_devices),
-    )
-
-
-def _read_devices(engine: object, n: int) -> tuple[DeviceInfo, ...]:
-    raw: Any = ffi.new("kvf_device[]", n)
-    check(lib.kvf_get_devices(engine, raw, n))
-    return tuple(map(read_device, raw))
-
-
-def read_device(raw: Any) -> DeviceInfo:
-    """raw: a kvf_device."""
-    return DeviceInfo(
-        name=_text(raw.name),
-        description=_text(raw.description),
-        backend=_text(raw.backend),
-        id=_text(raw.id),
-        kind=_KINDS[raw.kind],
-        pinned=bool(raw.pinned),
-        asynchronous=bool(raw.asynchronous),
-        free_bytes=raw.free_bytes,
-        total_bytes=raw.total_bytes,
-        mode=_MODES[raw.mode],
-        first_layer=raw.first_layer,
-        layers=raw.n_layers,
-        share_offset=raw.share_offset,
-        share_bytes=raw.share_bytes,
-        staging_bytes=raw.staging_bytes,
-        query_bytes=raw.query_bytes,
-    )
+def _read(cls: type[T], raw: Any, **others: Any) -> T:
+    """Return a dataclass with the values of a C struct. others: fields whose values differ from those in the struct."""
+    converters: dict[str, Callable[[Any], Any]] = {"bool": bool, "str": _text}
+    values = dict(others)
+    for one in fields(cls):  # type: ignore[arg-type]
+        if one.name not in others:
+            convert = converters.get(str(one.type))
+            value = getattr(raw, one.name)
+            values[one.name] = value if convert is None else convert(value)
+    return cls(**values)
 
 
 def _text(raw: Any) -> str:
     return str(ffi.string(raw).decode("utf-8", "replace"))
 
 
+def read_info(engine: object) -> EngineInfo:
+    """Read what an engine says of its pool. engine: a kvf_engine pointer."""
+    raw: Any = ffi.new("kvf_info *")
+    lib.kvf_get_info(engine, raw)
+    devices: Any = ffi.new("kvf_device[]", raw.n_devices)
+    check(lib.kvf_get_devices(engine, devices, raw.n_devices))
+    return _read(EngineInfo, raw, devices=tuple(map(read_device, devices)))
+
+
+def read_device(raw: Any) -> DeviceInfo:
+    """Read a kvf_device."""
+    return _read(DeviceInfo, raw, kind=_KINDS[raw.kind], mode=_MODES[raw.mode], layers=raw.n_layers)
+
+
 def read_layers(engine: object, n: int) -> tuple[Layer, ...]:
-    """engine: a kvf_engine pointer."""
+    """Read the pooled layers of an engine, of which there are `n`. engine: a kvf_engine pointer."""
     raw: Any = ffi.new("kvf_layer[]", n)
     check(lib.kvf_get_layers(engine, raw, n))
-    return tuple(
-        Layer(
-            il=x.il,
-            n_head=x.n_head,
-            n_head_kv=x.n_head_kv,
-            head_k=x.head_k,
-            head_v=x.head_v,
-            has_v=bool(x.has_v),
-            k_offset=x.k_offset,
-            k_row=x.k_row,
-            v_offset=x.v_offset,
-            v_row=x.v_row,
-            device=x.device,
-            scale=x.scale,
-        )
-        for x in raw
-    )
+    return tuple(_read(Layer, one) for one in raw)

@@ -1,4 +1,4 @@
-"""What a model and a context would take, before they are made. Sizes are bytes."""
+"""Measures what a model and a context would take before they are made. Sizes are bytes."""
 
 from __future__ import annotations
 

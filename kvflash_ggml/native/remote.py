@@ -1,4 +1,4 @@
-"""Devices of ggml's RPC servers: connections, what is behind them, and serving one's own."""
+"""Devices of ggml's RPC servers: connects, lists and measures them, and serves one's own."""
 
 from __future__ import annotations
 

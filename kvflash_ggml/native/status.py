@@ -1,4 +1,4 @@
-"""What a failure of the native seam is in Python."""
+"""Turns a failure of the native seam into a Python error."""
 
 from __future__ import annotations
 

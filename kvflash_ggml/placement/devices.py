@@ -1,4 +1,4 @@
-"""What a user says of where a model goes: which devices hold its layers, and which tensors are elsewhere."""
+"""Reads where a user wants a model: which devices hold its layers, and which tensors lie elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The devices that there are, how much of their memory is free, and how much of that can be used."""
+"""Lists the devices, their free memory, and how much of it can be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layers take of a device, for one size of pool and step."""
+"""Counts what layers take of a device, for one size of pool and step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes where if a file is loaded, measured by a load without its data."""
+"""Predicts where a file goes if it is loaded, by a load without its data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The best layout there is room for.
+"""Finds the best layout that there is room for.
 
 In this order: layers on devices, experts on devices, slots, a large step, KV types that are not quantised. An expert
 layer on the host costs every token; beyond a few thousand slots a pool gains slowly; a large step is for prompts only.

@@ -1,4 +1,4 @@
-"""How large a pool a model gets, and how much of the host's memory its page images may take."""
+"""Decides how large a model's pool is, and how much of the host's memory its page images may take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A placement for a reader, and for a program."""
+"""Writes a placement as a table for people, or as a document for programs."""
 
 from __future__ import annotations
 

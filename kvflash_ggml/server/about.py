@@ -1,4 +1,4 @@
-"""What the server tells of itself: `/health`, `/props`, `/v1/models`."""
+"""`/health`, `/props`, `/v1/models`: describe the server and its model."""
 
 from __future__ import annotations
 

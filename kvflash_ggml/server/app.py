@@ -1,4 +1,4 @@
-"""The application: which path goes where, and what becomes of errors."""
+"""The application: routes paths to endpoints, and turns errors into answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON that strangers send: its depth and its values are counted before anything is made of it."""
+"""Parses clients' JSON, once its depth and its values are counted."""
 
 from __future__ import annotations
 

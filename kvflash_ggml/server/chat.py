@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: from messages to a prompt."""
+"""`/v1/chat/completions`: turns messages into a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events of an answer as OpenAI's chat objects."""
+"""Writes an answer as OpenAI's chat objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A connection whose client has bounded time to send and to read. A body that is wanted is bounded where it is read."""
+"""Bounds the time of a client to send the head of a request and to read the answer. `intake.py` bounds bodies."""
 
 from __future__ import annotations
 

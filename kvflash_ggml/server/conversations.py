@@ -1,4 +1,4 @@
-"""`/kvflash/...`: what the server holds, and what can be done with a conversation."""
+"""`/kvflash/...`: shows what the server holds, and acts on conversations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from ..batching.conversations import ConversationBusy
 from ..batching.messages import Access
 from ..batching.model import Residency
 from ..errors import KVFlashError
@@ -69,11 +68,7 @@ async def conversations(front: Front, request: HttpRequest) -> Response:
 
 async def erase(front: Front, request: HttpRequest) -> Response:
     id, access = request.path_params["id"], front.access(request)
-    try:
-        known = await front.engine(lambda: front.scheduler.conversations.erase(id, access))
-    except ConversationBusy as err:
-        raise _busy(err) from None
-    if not known:
+    if not await front.engine(lambda: front.scheduler.conversations.erase(id, access)):
         raise _unknown(id)
     front.items.forget(id)
     return JSONResponse({"id": id, "deleted": True})
@@ -95,8 +90,6 @@ async def action(front: Front, http: HttpRequest) -> Response:
             known = await front.engine(lambda: scheduler.conversations.pin(id, lo, hi, access))
         else:
             raise ApiError(404, "what can be done is park, save and pin")
-    except ConversationBusy as err:
-        raise _busy(err) from None
     except KVFlashError as err:
         raise ApiError(400, str(err)) from None
     if not known:
@@ -117,10 +110,6 @@ def _range(data: Any) -> tuple[int, int]:
         if isinstance(lo, int) and isinstance(hi, int) and 0 <= lo < hi:
             return lo, hi
     raise ApiError(400, "a pin is {lo, hi}: tokens from lo to before hi", param="lo")
-
-
-def _busy(err: ConversationBusy) -> ApiError:
-    return ApiError(409, str(err), code="conversation_busy")
 
 
 def _unknown(id: str) -> ApiError:

@@ -1,4 +1,4 @@
-"""Several models, one of them loaded at a time: whose turn it is, and when a model is unloaded."""
+"""Several models, one loaded at a time: decides which model is loaded next, and when one is unloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client is told when it cannot have what it asks for, in the shape that its interface has for that."""
+"""Errors for clients, in the shape of each interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/kvflash/events`: what is resident and what moves, as it changes; and the page that shows it."""
+"""`/kvflash/events`: streams what is resident and what moves; and the page that shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request on its way through the scheduler: its events, its client that may leave, its answer in frames."""
+"""One request and its client: takes events of the scheduler, cancels when the client leaves, writes the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields that this server does not know: which of them would change nothing, and how a client is told of the others."""
+"""Unknown fields of requests: drops those without effect, and names the others in a header."""
 
 from __future__ import annotations
 

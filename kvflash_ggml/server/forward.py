@@ -1,4 +1,4 @@
-"""A request as it is, to another process of this machine, and its answer back as it comes."""
+"""Forwards a request to another process of this machine, and streams the answer back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all endpoints share: the scheduler, the model's prompts, limits, and the body of a request."""
+"""Shared by all endpoints: the scheduler, the prompts of the model, limits, and how a request is answered."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from ..batching.behind import PREVIEW
+from ..batching.conversations import ConversationBusy
 from ..batching.messages import Access, Image, Request, Sampling
 from ..batching.scheduler import Scheduler
 from ..chat.values import Grammar
@@ -111,9 +112,11 @@ class Front(Intake):
         self.items = KeptItems()
 
     async def engine(self, work: Callable[[], T]) -> T:
-        """Run on the engine's thread, between two requests."""
+        """Run on the engine's thread, between two requests. ApiError for a wrong value, or a text that is busy."""
         try:
             return await asyncio.wrap_future(self.scheduler.call(work))
+        except ConversationBusy as err:
+            raise ApiError(409, str(err), code="conversation_busy") from None
         except ConfigError as err:
             raise ApiError(400, str(err), code="invalid_value") from None
 

@@ -1,4 +1,4 @@
-"""Who may ask: keys, host names, origins. Before anything else sees a request; and the log of what is refused."""
+"""Checks keys, host names and origins before anything else sees a request, and logs refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How requests are taken, before anything is known of a model: their bodies, and threads for these."""
+"""Receives requests: reads and parses their bodies, on threads of its own."""
 
 from __future__ import annotations
 

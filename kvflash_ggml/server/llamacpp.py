@@ -9,7 +9,6 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from ..batching.conversations import ConversationBusy
 from ..batching.messages import Access, Event, Finished, Logprob, Piece
 from ..batching.slot import Slot
 from ..errors import KVFlashError
@@ -47,20 +46,13 @@ def _described(number: int, slot: Slot, access: Access) -> dict[str, Any]:
 
 
 async def slot_action(front: Front, request: HttpRequest) -> Response:
-    """`save`, `restore` and `erase` of the text in a slot; files lie in the session folder."""
+    """Save, restore or erase the text in a slot. Files lie in the session folder."""
     all_slots, asked = front.scheduler.slots, request.path_params["id"]
     number = int(asked) if asked.isdecimal() and len(asked) <= 9 else -1
     if not 0 <= number < len(all_slots):
         there = "there is one slot: 0" if len(all_slots) == 1 else f"there are slots 0 to {len(all_slots) - 1}"
         raise ApiError(404, there, code="no_slot")
     slot = all_slots[number]
-    try:
-        return await _slot_action(front, request, number, slot)
-    except ConversationBusy as err:
-        raise ApiError(409, str(err), code="conversation_busy") from None
-
-
-async def _slot_action(front: Front, request: HttpRequest, number: int, slot: Slot) -> Response:
     action, access, scheduler = request.query_params.get("action"), front.access(request), front.scheduler
     began = time.monotonic()
     if action == "erase":
@@ -85,8 +77,6 @@ async def _slot_action(front: Front, request: HttpRequest, number: int, slot: Sl
             if restored is None:
                 raise ApiError(404, f"there is no saved session {name!r}", param="filename")
             done = {"n_restored": restored}
-    except ConversationBusy:
-        raise
     except KVFlashError as err:  # where the folder is concerns its owner only
         raise ApiError(400, str(err).replace(f"{scheduler.folder.path}/", ""), code="snapshot") from None
     took = round((time.monotonic() - began) * 1e3, 3)

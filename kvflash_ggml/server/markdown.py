@@ -1,4 +1,4 @@
-"""`/kvflash/markdown`: an answer's Markdown as HTML in which nothing can run, for the page."""
+"""`/kvflash/markdown`: renders the Markdown of an answer as HTML in which nothing can run, for the page."""
 
 from __future__ import annotations
 

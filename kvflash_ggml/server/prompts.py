@@ -1,4 +1,4 @@
-"""From a request to tokens: the chat template, the tokenizer and grammars. Used by several threads at once."""
+"""Turns requests into tokens: chat template, tokenizer and grammars. Several threads use it at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One line of JSON a request, on the package's log. It holds no text and no key."""
+"""Logs one line of JSON a request, without text or key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server of several models: it loads the one that a request names, and hands the request on to its process."""
+"""A server of several models: loads the model that a request names, and forwards the request to its process."""
 
 from __future__ import annotations
 

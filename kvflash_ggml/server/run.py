@@ -1,4 +1,4 @@
-"""The server's life: it starts, serves, drains when told to, and puts everything aside."""
+"""The server's life: it starts, serves, drains, and swaps every conversation out."""
 
 from __future__ import annotations
 

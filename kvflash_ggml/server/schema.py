@@ -1,4 +1,4 @@
-"""Requests as they come. What is not named here is ignored and told; what is named and has no effect says so.
+"""Schemas of requests. Unknown fields are ignored, and the answer names them; comments mark fields without effect.
 
 A wrong list has one error, of its first wrong element: millions of errors would take more than the list.
 """

@@ -1,4 +1,4 @@
-"""Bounds on JSON schemas and grammars that strangers send: whoever turns them into a grammar has none of its own."""
+"""Bounds JSON schemas and grammars of clients: the code that makes grammars of them has no bounds."""
 
 from __future__ import annotations
 

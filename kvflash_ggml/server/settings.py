@@ -1,4 +1,4 @@
-"""What a server is asked for."""
+"""The settings of a server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ServerSettings:
         bool, "--page/--no-page", "--ui/--no-ui", "--webui/--no-webui", default=True, help="Serve the chat page at /."
     )
     strict: bool = _server(
-        bool, default=False, help="Answer 400 to a field that the server does not know, which it ignores otherwise."
+        bool, default=False, help="Answer 400 to an unknown field; without this the server ignores it."
     )
     steady_prompts: bool = _server(
         bool, "--steady-prompts/--no-steady-prompts", default=True,
@@ -39,7 +39,7 @@ class ServerSettings:
     port: int = _net(int, least=0, most=65535, default=8080, help="Port to listen at; 0 is any free one.")
     cors: tuple[str, ...] = _net(
         notation.origin, "--cors-origins", default=(), many=True, metavar="ORIGIN",
-        help="Pages that may ask; may be repeated.  [default: none]",
+        help="Origin whose pages may call the server; may be repeated.  [default: none]",
     )  # fmt: skip
     ssl_key_file: Path | None = _net(Path, metavar="FILE", exists=True, help="Key of the certificate, in PEM.")
     ssl_cert_file: Path | None = _net(
@@ -52,11 +52,11 @@ class ServerSettings:
     public_metrics: bool = _net(bool, "--metrics-public", default=False, help="/metrics needs no key.")
     park_bytes: int = _conversations(
         notation.size, "--park-memory", default=8 << 30, metavar="SIZE", shown=False,
-        help="Host memory for conversations that are put aside; the longest unused leaves it first.  [default: 8G]",
+        help="Host memory for idle conversations; the least recently used leaves it first.  [default: 8G]",
     )  # fmt: skip
     session_dir: Path | None = _conversations(
         Path, "--session-dir", "--slot-save-path", metavar="DIR",
-        help="Folder for those that find no room there, and for all of them when the server ends.",
+        help="Folder for conversations that find no room in --park-memory, and for all when the server ends.",
     )  # fmt: skip
     store: str | None = _conversations(
         notation.word, metavar="URL",
@@ -70,25 +70,28 @@ class ServerSettings:
     max_queued_tokens: int | None = _limits(int, least=1, help="Prompt tokens that may wait.  [default: 4 x -c]")
     max_body: int = _limits(
         notation.size, default=32 << 20, metavar="SIZE", shown=False,
-        help="Size of a request at most; a larger one gets 413.  [default: 32M]",
+        help="Largest request; a larger one gets 413.  [default: 32M]",
     )  # fmt: skip
-    max_images: int = _limits(int, least=1, default=16, metavar="N", help="Images and sounds of a request at most.")
+    max_images: int = _limits(int, least=1, default=16, metavar="N", help="Most images and sounds of a request.")
     max_image_bytes: int = _limits(
         notation.size, "--max-image-size", default=10 << 20, metavar="SIZE", shown=False,
-        help="Size of a file of an image or a sound at most.  [default: 10M]",
+        help="Largest file of an image or a sound.  [default: 10M]",
     )  # fmt: skip
     max_image_pixels: int = _limits(
-        int, least=1, most=1 << 28, default=Limits().pixels, metavar="N", help="Pixels of an image at most."
+        int, least=1, most=1 << 28, default=Limits().pixels, metavar="N", help="Most pixels of an image."
     )
     max_audio_seconds: int = _limits(
-        int, least=1, most=1 << 14, default=Limits().seconds, metavar="N", help="Seconds of a sound at most."
+        int, least=1, most=1 << 14, default=Limits().seconds, metavar="N", help="Longest sound in seconds."
     )
     default_tokens: int = _limits(
         int, "-n", "--max-tokens-default", "--predict", "--n-predict", least=1, default=4096,
-        help="Tokens of an answer at most, where the request names no limit.",
+        help="Longest answer in tokens, where the request names no limit.",
     )  # fmt: skip
     most_tokens: int | None = _limits(
-        int, "--max-tokens-limit", least=1, help="Tokens of any answer at most.  [default: the context]"
+        int,
+        "--max-tokens-limit",
+        least=1,
+        help="Longest answer in tokens, whatever the request says.  [default: the context]",
     )
     timeout_s: float = _limits(
         float, "--timeout", "-to", least=0, above=True, default=3600, metavar="S",
@@ -105,10 +108,15 @@ class ServerSettings:
     )  # fmt: skip
     stall_timeout_s: float = _limits(
         float, "--stall-timeout", least=0, above=True, default=60, metavar="S",
-        help="Seconds for a client that does not read, or does not send.",
+        help="Seconds to wait for a client that stops reading or sending.",
     )  # fmt: skip
     drain_s: float = _limits(
-        float, "--drain", least=0, default=30, metavar="S", help="Seconds for running answers when the server ends."
+        float,
+        "--drain",
+        least=0,
+        default=30,
+        metavar="S",
+        help="Seconds that running answers get when the server ends.",
     )
     ping_s: float = 15.0
     sampling: Sampling = field(default_factory=Sampling)

@@ -1,4 +1,4 @@
-"""The models of a folder: their names, their files, and what the heads of these say."""
+"""Finds the models of a folder: their names, their files, and what the heads of these say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast it goes, for those who look on."""
+"""Rates over about the last second, for viewers."""
 
 from __future__ import annotations
 
