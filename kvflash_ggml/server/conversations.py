@@ -17,7 +17,7 @@ from .front import Front
 
 _OF_TEXT = {"length": 0, "chunks": 0, "resident": 0, "evicted_mass": None}
 _OF_NEWEST = ("read_exactly", "answered_exactly")
-"""Counters of a model that tell of the text at hand, each as it is without one; and of the newest request."""
+"""Counters of a model that concern the current text, with their values without one; and the newest request."""
 
 
 async def state(front: Front, request: HttpRequest) -> Response:
@@ -25,7 +25,7 @@ async def state(front: Front, request: HttpRequest) -> Response:
 
 
 def snapshot(front: Front, access: Access) -> tuple[dict[str, Any], Residency]:
-    """The server as it is, without any text, and what is resident of the text at hand, as far as `access` may see."""
+    """Return the state of the server without texts, and what is resident of the current one, if `access` may see it."""
     scheduler, slot = front.scheduler, front.scheduler.slot
     model, counts, swapped = slot.model, scheduler.counts, scheduler.swapped
     running = [one.id for one in scheduler.running if access.may(one.salt)]
@@ -75,7 +75,7 @@ async def erase(front: Front, request: HttpRequest) -> Response:
 
 
 async def action(front: Front, http: HttpRequest) -> Response:
-    """park: from the device to memory. save: to the folder. pin: keep a range on the device, of the text at hand."""
+    """Do one action: park (swap out to memory), save (write to the folder) or pin (keep tokens on the device)."""
     id, what = http.path_params["id"], http.path_params["action"]
     scheduler, access = front.scheduler, front.access(http)
     try:
@@ -98,7 +98,7 @@ async def action(front: Front, http: HttpRequest) -> Response:
 
 
 def _digest(conversation: Conversation | None) -> str | None:
-    """Whoever knows the name sees that it is at hand; nobody else learns it."""
+    """Return a digest of the name: who knows the name recognises it, and nobody else learns it."""
     if conversation is None or conversation.name is None:
         return None
     return hashlib.sha256(conversation.name.encode("utf-8", "surrogatepass")).hexdigest()[:16]

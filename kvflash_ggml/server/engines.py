@@ -16,7 +16,7 @@ from .shelf import Shelved
 logger = logging.getLogger("kvflash_ggml")
 
 FAILED_S = 60.0
-"""So long a model that could not be loaded is not tried again: each try unloads another one."""
+"""Seconds until a model that could not be loaded is tried again: each try unloads another one."""
 
 
 class EngineError(Exception):
@@ -39,8 +39,9 @@ class Engine(Protocol):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Loaded:
-    """answers: how many run. until: the time before which it gives way to no other model. used: when it last ended
-    an answer. leaves: it is unloaded once none runs.
+    """A model that is loaded. answers: how many run. until: it gives way to no other model before this time.
+
+    used: when it last ended an answer. leaves: it is unloaded once no answer runs.
     """
 
     model: Shelved
@@ -65,7 +66,7 @@ class _Failed:
 
 
 class Engines:
-    """The models take turns. Answers of the loaded one run to their end before another is loaded.
+    """Lets models take turns. Answers of the loaded model run to their end before another is loaded.
 
     A model that was loaded stays for as long as the change took, so that at most half of the time goes into changes.
     While it stays, its requests come first. Then the model comes whose request has waited longest.
@@ -100,11 +101,11 @@ class Engines:
 
     @property
     def loaded(self) -> Loaded | None:
-        """The model that answers now."""
+        """The model that is loaded now; None if none is, or its process has ended."""
         return self._loaded if self._loaded is not None and self._loaded.engine.alive else None
 
     def status(self, name: str) -> dict[str, object]:
-        """What llama-server tells of a model: "value" is loaded, loading or unloaded; "failed" if it cannot be."""
+        """Return the status that llama-server has: "value" is loaded, loading or unloaded; "failed" if it cannot load."""
         if name == self.loading:
             return {"value": "loading"}
         if self.loaded is not None and self.loaded.model.name == name:
@@ -113,7 +114,7 @@ class Engines:
 
     @property
     def left(self) -> float | None:
-        """Seconds until the loaded model is unloaded if nobody asks; None while it answers, or stays."""
+        """Seconds until the loaded model is unloaded without a request; None while it answers, or if it stays."""
         loaded = self.loaded
         left = float("inf") if loaded is None or loaded.answers else self._idle_left(loaded)
         return None if left == float("inf") else left
@@ -159,11 +160,11 @@ class Engines:
         return True
 
     def wake(self) -> None:
-        """Look again at what there is to do."""
+        """Let the driver look again at what there is to do."""
         self._changed.set()
 
     async def close(self) -> None:
-        """Take no more requests, refuse those that wait, let running answers end, and unload the model."""
+        """Refuse all waiting and further requests, let running answers end, and unload the model."""
         self._closing = True
         for one in self._waiting:
             if not one.granted.done():
@@ -205,7 +206,7 @@ class Engines:
                 return
 
     def _next(self) -> Shelved | None:
-        """The model to load now."""
+        """Return the model to load now; None if another one still has its turn, or no request waits."""
         loaded = self._loaded
         if not self._waiting or (loaded is not None and (loaded.answers or self._clock() < loaded.until)):
             return None
@@ -220,7 +221,7 @@ class Engines:
         return -1.0 if loaded.leaves else loaded.used + idle_s - self._clock()
 
     def _pause(self) -> float | None:
-        """Seconds until there may be something to do without a change."""
+        """Return the seconds until there may be something to do without a change; None for no limit."""
         loaded = self._loaded
         if loaded is None or loaded.answers:
             return None

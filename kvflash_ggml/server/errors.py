@@ -55,7 +55,7 @@ _STATUS = {
 
 
 class ApiError(Exception):
-    """status: of HTTP. code: for programs. param: the field that is wrong. retry_after_s: when to come again."""
+    """An error for a client. status: of HTTP. code: for programs. param: the wrong field. retry_after_s: in seconds."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class ApiError(Exception):
         return {"error": self.message}
 
     def response(self, path: str) -> Response:
-        """path: of the request, for the shape that its clients read."""
+        """Return the answer. path: of the request; it says which shape the client reads."""
         headers = {}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
@@ -111,7 +111,7 @@ def invalid(param: str, message: str) -> ApiError:
 
 
 def from_failure(failed: messages.Failed, *, retry_after_s: float) -> ApiError:
-    """How an answer failed, for its client."""
+    """Return the error for the client of an answer that failed."""
     status = _STATUS.get(failed.code, 500)
     again = retry_after_s if status == 503 else None
     param = "messages" if failed.code == messages.CONTEXT else None

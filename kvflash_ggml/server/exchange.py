@@ -23,7 +23,7 @@ from .errors import ApiError, from_failure
 from .usage import report, together
 
 MAX_HELD = 1 << 20
-"""Bytes, about, for a reader that does not take them. Its answer is put aside then, until half of them are left."""
+"""Bytes, about, held for a client that does not read. Its answer is swapped out then, until half of them are left."""
 
 LONG = 32 << 10
 """Characters of an answer. The loop makes the frames of a shorter one, which take it 1 ms, and at the end 10 ms.
@@ -105,7 +105,10 @@ class Answer(ABC):
 
 
 class Inbox:
-    """Events from the engine's thread, for the loop it is made in. on_room: called there when it is full no more."""
+    """Carries events from the engine's thread to the loop that it is made in.
+
+    on_room: called on the loop when the inbox is not full any more.
+    """
 
     def __init__(self, on_room: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -116,7 +119,7 @@ class Inbox:
         self._ready = asyncio.Event()
 
     def put(self, event: Event) -> None:
-        """From any thread. An event that comes after the loop has ended is nobody's."""
+        """Add an event, from any thread. One that comes after the loop has ended is dropped."""
         self._put += _size(event)
         self._events.append(event)
         try:
@@ -125,13 +128,13 @@ class Inbox:
             return
 
     def full(self) -> bool:
-        """Is enough held for now? On the engine's thread."""
+        """Report whether the client has enough to read for now. Called on the engine's thread."""
         held = self._put - self._taken
         self._full = held > (MAX_HELD // 2 if self._full else MAX_HELD)
         return self._full
 
     async def get(self, timeout_s: float | None = None) -> Event | None:
-        """The next event; None if there is none for so long."""
+        """Return the next event; None if none comes in time."""
         # a timer and not wait_for, which makes a task for each token
         late = asyncio.Event()
         timer = None if timeout_s is None else self._loop.call_later(timeout_s, self._time_is_up, late)
@@ -155,13 +158,13 @@ class Inbox:
 
 
 def _size(event: Event) -> int:
-    """Bytes of its frame, about."""
+    """Return about how many bytes the frame of an event has."""
     told = sum(1 + len(one.top) for one in event.logprobs) if isinstance(event, Piece) else 0
     return 256 + 128 * told + (len(event.text) if isinstance(event, Piece) else 0)
 
 
 def submitted(scheduler: Scheduler, requests: Sequence[Request], receive: Receive) -> list[Exchange]:
-    """Put all of them in line; ApiError, and none of them is, if there is no room for all."""
+    """Queue all requests. ApiError if there is no room for all of them; none is queued then."""
     inboxes = [Inbox(on_room=scheduler.wake) for _ in requests]
     try:
         scheduler.submit_together(
@@ -175,7 +178,7 @@ def submitted(scheduler: Scheduler, requests: Sequence[Request], receive: Receiv
 
 
 class Exchange:
-    """A request that has been submitted. Whoever makes one reads it to its end, or closes it."""
+    """A submitted request. Its maker reads it to its end, or closes it."""
 
     def __init__(self, scheduler: Scheduler, request: Request, inbox: Inbox, receive: Receive) -> None:
         self._scheduler = scheduler
@@ -198,7 +201,7 @@ class Exchange:
         self._inbox.put(Failed(code=CANCELLED, message="the client has left"))
 
     async def events(self, *, ping_s: float | None = None) -> AsyncIterator[Event | None]:
-        """All events, and None where there has been none for a while. The last one is Finished or Failed."""
+        """Yield all events, and None where none has come for `ping_s`. The last event is Finished or Failed."""
         try:
             while True:
                 event = await self._inbox.get(ping_s)
@@ -211,7 +214,7 @@ class Exchange:
             self.close()
 
     def close(self) -> None:
-        """The client wants no more; a request that still runs is cancelled."""
+        """Stop watching the client, and cancel the request if it still runs."""
         self._watcher.cancel()
         self._scheduler.cancel(self.request.id)
 
@@ -220,11 +223,10 @@ class Exchange:
 
 
 class EventStream(Response):
-    """Answers in frames as they come, one after the other; errors are a frame, then the end. each: answers to a prompt.
-    work: runs a function on a thread.
+    """Streams answers in frames, one answer after the other. An error is the last frame.
 
-    A client that takes nothing for `stall_s` is given up. The headers go out at once, so that nobody on the way cuts
-    the connection while a long prompt is read.
+    each: answers to a prompt. work: runs a function on a thread. A client that takes nothing for `stall_s` is given up.
+    The headers go out at once, so that no proxy cuts the connection while a long prompt is read.
     """
 
     def __init__(
@@ -265,7 +267,7 @@ class EventStream(Response):
                 exchange.close()
 
     async def _all(self, send: Send) -> bool:
-        """Send what comes; what has failed ends it. Returns whether the client has left."""
+        """Send all frames, up to the end or a failure. Return whether the client has left."""
         ended = []
         for exchange, answer in zip(self._exchanges, self._answers, strict=True):
             size, parked = 0, False
@@ -291,7 +293,7 @@ class EventStream(Response):
         return False
 
     async def _made(self, size: int, make: Callable[[], bytes]) -> bytes:
-        """Frames of an answer of so many characters."""
+        """Make frames of an answer that has `size` characters by now: of a long one on a thread."""
         return make() if size < LONG else await self._work(make)
 
     async def _bytes(self, send: Send, data: bytes) -> None:
@@ -333,7 +335,7 @@ def dumps(value: Any) -> str:
 
 
 async def collected(exchanges: Sequence[Exchange], answers: Sequence[Answer]) -> list[Finished]:
-    """Give all answers their events, one after the other, and return how each has ended. ApiError if one fails."""
+    """Give all answers their events, one after the other, and return the end of each. ApiError if one fails."""
     ended: list[Finished] = []
     try:
         for exchange, answer in zip(exchanges, answers, strict=True):
@@ -351,6 +353,6 @@ async def collected(exchanges: Sequence[Exchange], answers: Sequence[Answer]) ->
 
 
 def whole(answers: Sequence[Answer], ended: Sequence[Finished], *, each: int) -> dict[str, Any]:
-    """All answers as one value. each: answers to a prompt."""
+    """Return all answers as one value. each: answers to a prompt."""
     choices = [answer.choice(end) for answer, end in zip(answers, ended, strict=True)]
     return answers[0].whole(choices, together(ended, each=each))

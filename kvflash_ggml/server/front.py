@@ -36,16 +36,18 @@ T = TypeVar("T")
 
 
 MAX_ITEMS_BYTES = 64 << 20
-"""Of all items that are kept. Of the key that has most, the response that was used longest ago goes first."""
+"""Bytes of all items that are kept. The key with the most loses its least recently used response first."""
 
 _BESIDE = 1 << 10
-"""Bytes of a kept response beside its items, about."""
+"""About how many bytes a kept response has beside its items."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """items: of the request and of the response, lists of JSON that others kept share, as text: as objects they would
-    take twenty times as much. conversation: the text that has them; salt: whose it is; key: whose request it was.
+    """A response that later requests can continue.
+
+    items: of the request and of the response: JSON lists as text, which kept responses share. Objects would take twenty
+    times as much. conversation: the text that has them; salt: its owner; key: of the request.
     """
 
     items: tuple[bytes, ...]
@@ -58,12 +60,12 @@ class Kept:
         return _BESIDE + sum(map(len, self.items))
 
     def json(self) -> bytes:
-        """All items as one list."""
+        """Return all items as one JSON list."""
         return b"[%s]" % b",".join(text[1:-1] for text in self.items if len(text) > 2)
 
 
 class KeptItems:
-    """What requests with a `previous_response_id` go on from. From any thread."""
+    """Keeps responses for requests with a `previous_response_id`. Used from any thread."""
 
     def __init__(self, capacity: int = MAX_ITEMS_BYTES) -> None:
         self._capacity = capacity
@@ -72,7 +74,7 @@ class KeptItems:
         self._lock = threading.Lock()
 
     def keep(self, id: str, kept: Kept) -> None:
-        """Keep the items of a request and of its response. Those of the largest key go, if there is no room."""
+        """Keep the items of a request and of its response. The largest key loses its oldest, if there is no room."""
         with self._lock:
             self._kept.setdefault(kept.key, OrderedDict())[id] = kept
             self._bytes[kept.key] += kept.size
@@ -81,7 +83,7 @@ class KeptItems:
                 self._bytes[key] -= self._kept[key].popitem(last=False)[1].size
 
     def find(self, id: str, access: Access) -> Kept | None:
-        """What is kept of a response; None if it is not known, or not for this access."""
+        """Return a kept response; None if it is not known, or not for this access."""
         with self._lock:
             for responses in self._kept.values():
                 if id in responses and access.may(responses[id].salt):
@@ -90,7 +92,7 @@ class KeptItems:
         return None
 
     def forget(self, conversation: str) -> None:
-        """Of a conversation that has been erased, keep nothing."""
+        """Drop the responses of a conversation that was erased."""
         with self._lock:
             for key, responses in self._kept.items():
                 for id in [id for id, kept in responses.items() if kept.conversation == conversation]:
@@ -98,7 +100,7 @@ class KeptItems:
 
 
 class Front(Intake):
-    """What the endpoints work with."""
+    """What the endpoints of one model share."""
 
     def __init__(
         self, settings: ServerSettings, scheduler: Scheduler, prompts: Prompts, embedder: Embedder | None = None
@@ -121,7 +123,7 @@ class Front(Intake):
             raise ApiError(400, str(err), code="invalid_value") from None
 
     async def asked(self, http: HttpRequest, kind: type[Any]) -> Any:
-        """The request of this kind in a body; see `body`. What it has beside is named in the answer's header."""
+        """Return the request of this kind in a body; see `body`. The header of the answer names its unknown fields."""
         return await self.work(http, self._asked, http, kind, await self.received(http))
 
     def _asked(self, http: HttpRequest, kind: type[Any], data: bytearray) -> Any:
@@ -129,7 +131,7 @@ class Front(Intake):
         return asked
 
     def access(self, request: HttpRequest) -> Access:
-        """Which conversations a request may see and touch: with --isolate-keys those of its key, else all."""
+        """Return which conversations a request may use: with --isolate-keys those of its key, else all."""
         settings = self.settings
         return Access.of(request.scope.get(KEY, "")) if settings.isolate_keys and settings.keys else Access()
 
@@ -148,7 +150,7 @@ class Front(Intake):
         preserved: Mapping[int, bytes] = MappingProxyType({}),
         images: tuple[Image, ...] = (),
     ) -> Request:
-        """What goes to the scheduler. ApiError if the prompt is empty or has no room in the context."""
+        """Return the request for the scheduler. ApiError if the prompt is empty or has no room in the context."""
         n_ctx, settings, pool = self.scheduler.model.n_ctx, self.settings, asked.kvflash
         if not tokens:
             raise invalid("prompt", "the prompt is empty")
@@ -218,7 +220,7 @@ class Front(Intake):
     async def grammar(
         self, http: HttpRequest, *, text: str | None, schema: dict[str, Any] | None = None, any_json: bool = False
     ) -> str | None:
-        """A grammar as text, of a schema, or of any JSON; checked."""
+        """Return a checked grammar: `text`, or made of a schema, or for any JSON. None if none is asked for."""
         if sum((text is not None, schema is not None or any_json)) > 1:
             raise ApiError(400, "grammar and a JSON format exclude each other", param="grammar")
         if text is None and schema is None and not any_json:
@@ -226,7 +228,7 @@ class Front(Intake):
         return await self.work(http, self._grammar, text, schema)
 
     async def format_grammar(self, http: HttpRequest, asked: _Sampled) -> str | None:
-        """The grammar of the form that is asked for: a grammar, a schema, any JSON, or none."""
+        """Return the grammar for the form that a request asks for: its grammar, its schema, any JSON, or none."""
         form, schema = asked.response_format, asked.json_schema
         if form is not None and form.type != "text" and schema is not None:
             raise ApiError(400, "json_schema and response_format exclude each other", param="json_schema")
@@ -257,9 +259,9 @@ class Front(Intake):
     async def respond(
         self, http: HttpRequest, requests: Sequence[Request], answers: Sequence[Answer], *, each: int, stream: bool
     ) -> Response:
-        """Put requests in line, all or none of them, and answer them as they come or as a whole. each: to a prompt.
+        """Queue all requests or none, and answer them as a stream or as a whole. each: answers to a prompt.
 
-        Those behind the first wait for each other, which --queue-timeout does not count. ApiError if there is no room.
+        Requests behind the first wait for each other, which --queue-timeout does not count. ApiError without room.
         """
         never = self.scheduler.waiting.never([len(request.tokens) for request in requests])
         if never is not None:
@@ -278,13 +280,13 @@ class Front(Intake):
 
 
 def _texts(asked: _Sampled) -> tuple[tuple[str, str], ...]:
-    """Role and text of each message of a chat."""
+    """Return role and text of each message of a chat."""
     messages = asked.messages if isinstance(asked, ChatRequest) else ()
     return tuple((message.role, text_of_content(message.content)) for message in messages)
 
 
 def _check_preview(asked: _Sampled, tokens: Sequence[int], *, kind: str, grammar: Grammar | str | None) -> None:
-    """ApiError for what needs all of a prompt, or cannot say that its answer is a preview."""
+    """Raise ApiError for a request that needs all of its prompt, or whose interface cannot mark a preview."""
     pool = asked.kvflash
     refused = {
         "this interface": kind not in ("chatcmpl", "cmpl"),
@@ -301,7 +303,7 @@ def _check_preview(asked: _Sampled, tokens: Sequence[int], *, kind: str, grammar
 
 
 def several(request: Request, count: int) -> list[Request]:
-    """So many answers to one prompt, each with random numbers of its own."""
+    """Return a request for each of `count` answers to one prompt, each with random numbers of its own."""
     seed = request.sampling.seed
     samplings = [replace(request.sampling, seed=(seed + i) & 0xFFFFFFFF) for i in range(count)]
     return [replace(request, id=f"{request.id}-{i}" if i else request.id, sampling=s) for i, s in enumerate(samplings)]

@@ -25,7 +25,7 @@ OPEN_PATHS = frozenset(("/health", "/v1/health", "/", "/favicon.ico"))
 
 
 MAX_BODIES = 4
-"""Times `max_body`: bodies of one client that are on their way, or whose requests have not ended."""
+"""Bytes of one client's bodies whose requests have not ended, in multiples of `max_body`."""
 
 
 class Guard:
@@ -103,7 +103,7 @@ class Guard:
             )
 
     def _check_host(self, headers: Headers) -> None:
-        """A page elsewhere whose name leads to this machine may not ask an open server."""
+        """Refuse other host names at an open server: a foreign page's name may lead to this machine."""
         if self._settings.keys or not self._settings.loopback:
             return
         host = headers.get("host", "").lower()
@@ -112,7 +112,7 @@ class Guard:
             raise ApiError(403, "this server answers to loopback names only: give it a key to open it", code="host")
 
     def _check_origin(self, path: str, headers: Headers, allowed: bool) -> None:
-        """A page of another origin may not ask unless it is allowed: browsers send some of its requests unasked."""
+        """Refuse pages of other origins unless they are allowed: browsers send some of their requests unasked."""
         if path in OPEN_PATHS or allowed or "*" in self._settings.cors:
             return
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
@@ -131,7 +131,7 @@ class Guard:
             )
 
     def _key(self, path: str, headers: Headers) -> str:
-        """A short digest of the key; "" on an open server."""
+        """Return a short digest of the key; "" on an open server. ApiError for a wrong key."""
         if not self._digests:
             return ""
         bearer = headers.get("authorization", "")
@@ -162,6 +162,6 @@ class Guard:
 
 
 def _log(scope: Scope, status: int) -> None:
-    """One line for a request that is refused. One that the scheduler has taken has a line from there."""
+    """Log a refused request. The scheduler logs those that it has taken."""
     if TAKEN not in scope:
         requestlog.refused(scope["method"], scope["path"], scope.get(KEY, ""), status)

@@ -17,7 +17,7 @@ _STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
 class Metrics:
-    """`ended` goes to the scheduler; `attach` says whose counters are shown."""
+    """Collects metrics. The scheduler calls `ended`; `attach` sets the scheduler whose counters are shown."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -37,7 +37,7 @@ class Metrics:
         self._scheduler = scheduler
 
     def ended(self, request: Request, usage: Usage, reason: str) -> None:
-        """A request has had its turn, or left the queue."""
+        """Count a request that was answered, or left the queue."""
         took = usage.queue_s + usage.restore_s + usage.prompt_s
         self._queued.observe(usage.queue_s)
         if usage.generated:
@@ -48,7 +48,7 @@ class Metrics:
         self._whole.observe(took + usage.generation_s)
 
     def text(self, access: Access) -> bytes:
-        """All metrics, without the gauge of the text at hand where `access` may not see it."""
+        """Return all metrics, without the gauge of the current text where `access` may not see it."""
         lines = generate_latest(self._registry).splitlines(keepends=True)
         shown = self._scheduler is not None and self._scheduler.conversations.seen(access, lambda: True)
         return b"".join(line for line in lines if shown or _OF_TEXT not in line)
@@ -67,7 +67,10 @@ class Metrics:
         gauges = {
             "num_requests_running": ("Answers that are being made.", len(scheduler.running)),
             "num_requests_waiting": ("Requests in the queue.", len(scheduler.waiting)),
-            "num_requests_put_aside": ("Answers whose readers have enough for now.", scheduler.put_aside),
+            "num_requests_put_aside": (
+                "Answers that are swapped out until their readers catch up.",
+                scheduler.put_aside,
+            ),
             "kv_cache_usage_perc": (
                 "Share of the pool's blocks that the texts at hand have.",
                 model["resident"] / blocks,
@@ -99,7 +102,7 @@ class Metrics:
             "prefix_cache_queries": ("Tokens of prompts that were looked for.", totals.prompt_tokens),
             "prefix_cache_hits": ("Tokens of prompts that were not read again.", totals.cached_tokens),
             "prefix_missed": ("Prompts that differ from a kept text before their last message.", totals.missed),
-            "num_preemptions": ("Answers that were put aside for their readers.", scheduler.stalls),
+            "num_preemptions": ("Answers that were swapped out for slow readers.", scheduler.stalls),
             "page_ins": ("Chunks that came back from the host.", model["page_ins"]),
             "page_outs": ("Chunks that were copied to the host.", model["page_outs"]),
             "conversation_parks": ("Texts that were swapped out.", slot.swapped_out),

@@ -36,14 +36,14 @@ from .settings import ServerSettings
 logger = logging.getLogger("kvflash_ggml")
 
 SWITCH_INTERVAL_S = 0.0005
-"""The engine's thread comes back from C many times a second: the default of 5 ms would keep it waiting."""
+"""Seconds. The engine's thread comes back from C many times a second; the default of 5 ms would delay it."""
 
 KEEP_ALIVE_S = 75
 
 BACKLOG = 2048
 
 MAX_OTHERS = 512
-"""Connections beside those that wait for an answer; beyond, 503."""
+"""Connections beside those that wait for an answer. Further ones get 503."""
 
 
 class _Server(uvicorn.Server):
@@ -208,7 +208,7 @@ async def run(
 
 
 async def _drain(front: Front) -> None:
-    """Let running answers end, for a while; then end them."""
+    """Let running answers end for `--drain` seconds; then end them."""
     front.draining = True
     until = time.monotonic() + front.settings.drain_s
     while not front.scheduler.idle and time.monotonic() < until:

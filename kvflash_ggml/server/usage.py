@@ -21,7 +21,7 @@ def heading(id: str, kind: str, alias: str) -> dict[str, Any]:
 
 
 def together(ended: Sequence[Finished], *, each: int) -> Finished:
-    """Several answers, so many to each prompt, whose tokens count once; the last one's report."""
+    """Sum up several answers. each: answers to a prompt, whose tokens count once. The report is the last one's."""
     took, read = [end.usage for end in ended], [end.usage for end in ended[::each]]
     previews = [one.preview for one in read if one.preview is not None]
     sums = Usage(
@@ -49,7 +49,7 @@ def usage(took: Usage) -> dict[str, Any]:
 
 
 def timings(took: Usage) -> dict[str, Any]:
-    """As llama-server has them; times in milliseconds."""
+    """Return the timings as llama-server has them, in milliseconds."""
     read = took.prompt - took.cached if took.preview is None else took.preview.read
     made = took.generated
     return {
@@ -65,7 +65,7 @@ def timings(took: Usage) -> dict[str, Any]:
 
 
 def report(wanted: str, finished: Finished) -> dict[str, Any]:
-    """`kvflash` of an answer, for those who ask for it. That it is a preview is told to all."""
+    """Return `kvflash` of an answer, if it is wanted. A preview is always marked."""
     took = finished.usage
     if wanted == "none":
         return marked(took.preview)
@@ -74,10 +74,10 @@ def report(wanted: str, finished: Finished) -> dict[str, Any]:
 
 
 def marked(preview: Preview | None) -> dict[str, Any]:
-    """`kvflash` of a preview, before anything else is known of it; nothing for another answer."""
+    """Return `kvflash` with the mark of a preview; nothing for another answer."""
     return {} if preview is None else {"kvflash": {"preview": asdict(preview)}}
 
 
 def preview_header(preview: Preview | None) -> dict[str, str]:
-    """The header of an answer as a whole that is a preview."""
+    """Return the header of a whole answer that is a preview."""
     return {} if preview is None else {"X-KVFlash-Preview": f"read {preview.read} of {preview.prompt} tokens"}
