@@ -105,7 +105,7 @@ class Engines:
         return self._loaded if self._loaded is not None and self._loaded.engine.alive else None
 
     def status(self, name: str) -> dict[str, object]:
-        """Return the status that llama-server has: "value" is loaded, loading or unloaded; "failed" if it cannot load."""
+        """Return the status as llama-server: "value" is loaded, loading or unloaded; "failed" if it cannot load."""
         if name == self.loading:
             return {"value": "loading"}
         if self.loaded is not None and self.loaded.model.name == name:
