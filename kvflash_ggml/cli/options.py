@@ -115,9 +115,7 @@ class ContextOptions:
         tuple(KV_TYPES), "-ctk", metavar="TYPE",
         help=f"Type of the K cache: {', '.join(KV_TYPES)}.  [default: f16, or q8_0 where --fit gains by it]",
     )  # fmt: skip
-    cache_type_v: str | None = _model(
-        tuple(KV_TYPES), "-ctv", metavar="TYPE", help="Type of the V cache; the names are those of -ctk."
-    )
+    cache_type_v: str | None = _model(tuple(KV_TYPES), "-ctv", metavar="TYPE", help="Type of the V cache; see -ctk.")
     flash_attn: str = _model(
         ("on", "off", "auto"), "-fa", metavar="on|off|auto", default="auto",
         help="Flash attention; a pool needs it, and auto is on.",

@@ -64,7 +64,7 @@ class ServerOptions:
     )
     api_key: tuple[str, ...] = _net(
         notation.key, default=(), many=True, metavar="KEY",
-        help="Key that every request must have; may be repeated.  [default: none]",
+        help="Key that requests need; may be repeated.  [default: none]",
     )  # fmt: skip
     api_key_file: Path | None = _net(Path, metavar="FILE", exists=True, help="File with more keys, one a line.")
     insecure: bool = _net(bool, default=False, help="Listen at an address that is not loopback without a key.")

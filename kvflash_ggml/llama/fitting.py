@@ -20,7 +20,6 @@ from ..native import library, measure
 from ..native import remote as servers
 from ..placement import memory
 from ..placement.devices import LAYER, NONE, holders, slices
-from ..placement.plan import itemised
 from ..placement.predict import ALL_LAYERS, imagine, predict
 from ..placement.sizes import Device, Fit, ModelSizes, Placement, Request
 from ..placement.sizing import PoolSize
@@ -42,8 +41,8 @@ NOT_MADE = "llama.cpp could not make it all the same: something else may have ta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """What else a model needs. query_rows: captured queries. exact: who asks for attention masses. reserved: bytes of
-    the first device. planes: recurrent states to go back to. head: one of the model's own file is loaded with it."""
+    """What a model needs beside its weights and cache. query_rows: captured queries. exact: the policy that wants exact
+    scores. reserved: bytes of the first device. planes: recurrent states to roll back to. head: load an MTP head."""
 
     query_rows: int = 0
     exact: Exact | None = None
@@ -53,7 +52,7 @@ class Beside:
 
 
 def fit(path: str, asked: Asked, beside: Beside, endpoints: Sequence[Endpoint] = ()) -> tuple[Asked, Placement]:
-    """The keywords with everything decided, and the placement. DoesNotFit; else what `predict` raises."""
+    """Return the keywords with everything decided, and the placement. DoesNotFit, or what `predict` raises."""
     placement, _ = predicted(path, asked, beside, endpoints)
     logger.info("fit: %s; %s", placement.why, summary(placement))
     upstream = {
@@ -76,7 +75,7 @@ def fit(path: str, asked: Asked, beside: Beside, endpoints: Sequence[Endpoint] =
 
 
 def staged(config: KVFlashConfig | None, n_ctx: int) -> int:
-    """Tokens of the stages that fitting makes room for: those that are asked for, by number or by what needs them."""
+    """Return the tokens of layer buffers to make room for: those that a setting asks for, or needs."""
     if config is None or config.reading == "pool":
         return 0
     return min(config.stage or n_ctx, n_ctx) if config.sees_all or config.stage else 0
@@ -103,7 +102,7 @@ def without_loading(path: str, keywords: dict[str, Any]) -> tuple[Placement, tup
 
 
 def beside(path: str, asked: Asked) -> Beside:
-    """What the keywords need beside the model and its context, before either is there."""
+    """Return what the keywords need beside the model and its context, before either exists."""
     config, images = asked.config, vision.reserve_bytes(asked.upstream.get("chat_handler"))
     if config is None:
         return Beside(reserved=images)
@@ -125,7 +124,7 @@ def beside(path: str, asked: Asked) -> Beside:
 
 
 def reader(path: str, config: KVFlashConfig) -> Path | None:
-    """The small model that the policy 'drafter' asks, None for another policy.
+    """Return the small model that the policy 'drafter' asks, None for another policy.
 
     ConfigError if there is none, ConfigError or ConversionError if a file that was asked for is not one.
     """
@@ -138,7 +137,7 @@ def reader(path: str, config: KVFlashConfig) -> Path | None:
 
 
 def does_not_fit(path: str, asked: Asked, size: PoolSize, endpoints: Sequence[Endpoint] = ()) -> DoesNotFit:
-    """No context could be made, though an "auto" pool became as small as that: what would help.
+    """Return the error for a context that could not be made even with so small an "auto" pool, with remedies.
 
     The model is not loaded any more. endpoints: as `predicted`.
     """
@@ -157,13 +156,13 @@ def does_not_fit(path: str, asked: Asked, size: PoolSize, endpoints: Sequence[En
             return err
         helps = [replace(remedy, enough=False) for remedy in err.remedies]
         return DoesNotFit(
-            need.device, needed=need.total, free=need.free, needs=itemised(need), remedies=helps, why=NOT_MADE
+            need.device, needed=need.total, free=need.free, needs=need.itemised, remedies=helps, why=NOT_MADE
         )
-    return DoesNotFit(need.device, needed=need.total, free=need.free, needs=itemised(need), why=NOT_MADE)
+    return DoesNotFit(need.device, needed=need.total, free=need.free, needs=need.itemised, why=NOT_MADE)
 
 
 def why_not(path: str, asked: Asked, endpoints: Sequence[Endpoint] = ()) -> DoesNotFit | NotMade | None:
-    """What was asked for could not be made, and nothing of it is open: is it the file, the settings, or the memory?
+    """Return why a model could not be made: the file, the settings, or the memory. None if that is not known.
 
     The model is not loaded any more. endpoints: as `predicted`.
     """
@@ -177,7 +176,7 @@ def why_not(path: str, asked: Asked, endpoints: Sequence[Endpoint] = ()) -> Does
 
 
 def other_split(path: str, asked: Asked, endpoints: Sequence[Endpoint], size: PoolSize) -> str:
-    """For the banner of an uneven "auto" pool: the split of the layers that gives more slots, nothing if none does.
+    """Return, for the banner of an uneven "auto" pool, the split of the layers that gives more slots; "" if none does.
 
     endpoints: as `predicted`.
     """
@@ -201,7 +200,7 @@ def predicted(
     split_open: bool = False,
     machine: tuple[Device, ...] = (),
 ) -> tuple[Placement, tuple[Device, ...]]:
-    """Where a model would go with these keywords. Without `fit` nothing is open but an "auto" pool.
+    """Return where a model would go with these keywords. Without `fit` nothing is open but an "auto" pool.
 
     endpoints: of the servers that are asked for, connected. limits: what to count on, where `fit` is not asked for.
     split_open: the split of the layers is open, whatever the keywords say. machine: devices to imagine in the place of
@@ -265,7 +264,7 @@ def predicted(
 
 
 def _context_params(settings: dict[str, Any], n_ctx: int, n_batch: int, planes: int, *, flash: bool) -> Any:
-    """As upstream's constructor makes them, as far as memory goes."""
+    """Return context parameters as upstream's constructor makes them, as far as they concern memory."""
     params = llama_cpp.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, min(n_batch, N_UBATCH)
     params.n_rs_seq = planes
@@ -293,7 +292,7 @@ def _shares(split: list[float] | None) -> tuple[float, ...] | None:
 
 
 def by_memory(sizes: ModelSizes, devices: tuple[Device, ...], layers: int) -> tuple[float, ...] | None:
-    """The layers of each device as llama.cpp shares them out by itself: by free memory. None with one device.
+    """Return the layers of each device as llama.cpp shares them out: by free memory. None with one device.
 
     layers: n_gpu_layers.
     """
@@ -305,7 +304,7 @@ def by_memory(sizes: ModelSizes, devices: tuple[Device, ...], layers: int) -> tu
 
 
 def _slots(config: KVFlashConfig | None, sizes: ModelSizes, types: list[str | None]) -> Any:
-    """Of the pool: a number, "auto", or None for a full cache."""
+    """Return the slots of the pool: a number, "auto", or None for a full cache."""
     if config is None:
         return None
     if config.pool_bytes is None:

@@ -22,7 +22,7 @@ from .reader import Reader
 
 @dataclass(slots=True)
 class Verified:
-    """A draft whose rows one step verifies. node: the newest one that was drawn. path: all that were, in order.
+    """A draft whose rows one step verifies. node: the newest accepted one. path: all accepted ones, in order.
 
     picks: the likeliest token after each row, where nothing else decides. child: the draft's node for the token that
     was drawn last; None where the draft was wrong.
@@ -37,7 +37,7 @@ class Verified:
     child: int | None = None
 
     def end(self) -> None:
-        """Tell the speculator what came of the draft."""
+        """Tell the speculator which rows of the draft were accepted."""
         self.speculator.verified(self.path, len(self.rows), stopped=self.child is not None)
 
 
@@ -59,12 +59,12 @@ class Pending:
 
     @property
     def alone(self) -> bool:
-        """Can it not be computed with others? Such steps stream, or verify a tree."""
+        """Whether the step must be computed alone: it streams, or verifies a tree."""
         return self.step.view is not None or self.step.branches is not None
 
     @property
     def more(self) -> bool:
-        """Can another token be drawn from it, after the one that was drawn last?"""
+        """Whether another token can be drawn from the step, after the newest one."""
         return self.verified is not None and self.verified.child is not None
 
     @property
@@ -73,11 +73,11 @@ class Pending:
 
     @property
     def failed(self) -> bool:
-        """Is there no token to draw yet?"""
+        """Whether no token can be drawn from the step."""
         return not self.computed or self.error is not None
 
     def finish(self) -> None:
-        """Compute the step alone unless it is computed, or tell what went wrong with it."""
+        """Compute the step alone unless it was computed. Raise what went wrong with it."""
         if not self.computed:
             (self.error,) = together.compute([(self.sequence, self.step)])
             self.computed = True
@@ -128,7 +128,7 @@ class Generation:
         return self._token
 
     def _accept_row(self, verified: Verified) -> int | None:
-        """The same where the step has verified a draft: its next row is of the text."""
+        """Draw the next token where the step has verified a draft. The row before it becomes text."""
         reader, llm = self._reader, self._reader.llm
         row = verified.rows.of(verified.node)
         reader.keep(row)
@@ -141,7 +141,7 @@ class Generation:
         return self._token
 
     def leave(self) -> None:
-        """The caller wants no more tokens."""
+        """End the answer: the caller wants no more tokens."""
         if self._verified is not None:
             self._verified.end()
 
@@ -172,7 +172,7 @@ class Generation:
         return self._prepare(token)
 
     def pending(self, step: Step) -> Pending:
-        """A step of `advance`, for whoever computes steps of several answers together."""
+        """Return a step of `advance` as one that a scheduler may compute with steps of other answers."""
         if self._reader.speculator is not None:
             self._reader.speculator.pause()
         return Pending(self._reader.pooled, step, self._verified)
@@ -210,7 +210,7 @@ class Generation:
             verified.picks = step.likeliest or sequence.engine.argmax(range(len(verified.rows))).tolist()
 
     def _prepare(self, token: int) -> Step | None:
-        """The step of one token. None if the text had to be read again, and the token with it."""
+        """Prepare the step of one token. None if the text had to be prefilled again, with the token."""
         reader, sequence = self._reader, self._reader.pooled
         tokens, known = reader.admit([token]), None
         try:
@@ -229,7 +229,7 @@ class Generation:
         return None
 
     def _prepare_draft(self, speculator: Speculator, token: int, draft: Draft) -> Step | None:
-        """The step of a token and what is drafted after it. None if it was evaluated alone."""
+        """Prepare the step of a token and the draft after it. None if the token was evaluated alone."""
         reader, sequence = self._reader, self._reader.pooled
         rows = arranged(token, draft)
         self._verified = Verified(draft, rows, speculator)
@@ -241,7 +241,7 @@ class Generation:
         return None
 
     def _refuse(self, verified: Verified, why: KVFlashError) -> None:
-        """A draft cannot be verified: evaluate its root alone."""
+        """Evaluate the root of a draft alone, since the draft cannot be verified."""
         self._verified = None
         verified.speculator.refused(why)
         # which reads again what is lost, and fails where this would fail without drafts
@@ -249,7 +249,7 @@ class Generation:
         self._pos = self._reader.llm.n_tokens - 1
 
     def _goes_on(self, verified: Verified, sent: abc.Sequence[int] | None) -> bool:
-        """Is the token that was drawn the next row of the draft? Otherwise the draft ends here."""
+        """Report whether the newest token is the next row of the draft. If not, end the draft."""
         reader, sequence = self._reader, self._reader.pooled
         verified.speculator.resume()
         # somebody may have settled them, or set n_tokens
@@ -273,7 +273,7 @@ class Generation:
         self._pos = start if every else start + len(pending) - 1
 
     def _stock_drafts(self, token: int) -> list[int]:
-        """What upstream's `draft_model` proposes after a token, no more than there is room for."""
+        """Return what upstream's `draft_model` proposes after a token, as far as there is room."""
         llm = self._reader.llm
         if llm.draft_model is None:
             return []
@@ -285,7 +285,7 @@ class Generation:
 
 
 def limited(llm: Any, completion: Iterator[Any], most: int | None) -> Iterator[Any]:
-    """A completion of a Llama whose `generate` knows how much it is asked for."""
+    """Yield a completion of a Llama, and tell its `generate` how many tokens it is asked for."""
     llm.kvflash_most = most if most and most > 0 else None
     try:
         yield from completion

@@ -40,7 +40,7 @@ logger = logging.getLogger("kvflash_ggml")
 
 
 def open_pool(llm: Any, size: PoolSize, beside: Pool | None = None) -> None:
-    """Open the pool of a context that was made, and who scores and drafts. beside: see `Pool`."""
+    """Open the pool of a Llama's context, with its scorer and its drafters. beside: see `Pool`."""
     assert llm._config is not None
     n_ubatch = llm.context_params.n_ubatch or llm.context_params.n_batch  # 0 is upstream's "as n_batch"
     if llm._drafter is not None:
@@ -76,7 +76,7 @@ def open_pool(llm: Any, size: PoolSize, beside: Pool | None = None) -> None:
 
 
 def allow_several(params: Any, sequences: int, *, n_batch: int, n_ubatch: int) -> None:
-    """Let a context that is to be made have so many sequences. ConfigError if a step has fewer rows than that."""
+    """Set the number of sequences of a context to be made. ConfigError if a step has fewer rows."""
     rows = min(n_batch, n_ubatch or n_batch)
     if rows < sequences:
         raise ConfigError(
@@ -86,7 +86,7 @@ def allow_several(params: Any, sequences: int, *, n_batch: int, n_ubatch: int) -
 
 
 def with_sequences(llm: Any, config: KVFlashConfig) -> KVFlashConfig:
-    """Let the context that is to be made have its sequences. Returns the config, with a number in place of "auto"."""
+    """Set the sequences of the context to be made. Return the config, with a number in place of "auto"."""
     if config.parallel == "auto":
         params = with_steps(llm._model, llm.context_params, **llm._steps)
         alone = llm._size_pool(replace(config, parallel=1, deterministic_batch=False))
@@ -106,7 +106,7 @@ def _open_text(llm: Any, sequence: Sequence) -> None:
 
 
 def open_beside(llm: Any, seq: int) -> Any:
-    """A Llama on the same model, context and pool, which holds the text of another sequence.
+    """Return a Llama on the same model, context and pool, which holds the text of another sequence.
 
     It is closed with the first one, and has its settings. Its text drafts for itself if the first one's does.
     """
@@ -131,7 +131,7 @@ def open_beside(llm: Any, seq: int) -> Any:
 
 
 def make_context(llm: Any, size: PoolSize) -> internals.LlamaContext:
-    """A second context on the model. DoesNotFit if llama.cpp cannot make it."""
+    """Make a second context on the model. DoesNotFit if llama.cpp cannot make it."""
     with llm._pool_request(size):
         try:
             context = internals.LlamaContext(model=llm._model, params=llm.context_params, verbose=llm.verbose)
@@ -177,7 +177,7 @@ def resize(llm: Any, tokens: int) -> int:
 
 
 def exchange(llm: Any, config: KVFlashConfig, size: PoolSize, saved: SessionState | None) -> None:
-    """Another pool in the place of the session's, which goes on from `saved`; without it the text is unknown.
+    """Replace the pool by another one, which continues `saved`; without it the text is unknown.
 
     Nothing has changed after an error.
     """
@@ -209,7 +209,7 @@ def exchange(llm: Any, config: KVFlashConfig, size: PoolSize, saved: SessionStat
 
 
 def exchange_in_two(llm: Any, config: KVFlashConfig, size: PoolSize, saved: SessionState, why: DoesNotFit) -> None:
-    """By way of the smallest pool. Raises `why` where that would not be between the two."""
+    """Replace the pool by way of the smallest one. Raise `why` where that is not smaller than both."""
     assert llm._config is not None
     assert llm._size is not None
     before = llm._config, llm._size

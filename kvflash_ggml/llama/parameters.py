@@ -109,7 +109,7 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
 
 
 def check_numbers(upstream: dict[str, Any]) -> None:
-    """ConfigError for what upstream passes on as another number, and for what ends the process in llama.cpp."""
+    """Raise ConfigError for numbers that upstream would change silently, or that end the process in llama.cpp."""
     for name, least in (("n_ctx", 0), ("n_batch", 1), ("n_ubatch", 0)):
         if (value := upstream.get(name)) is not None and not least <= value <= MAX_CONTEXT:
             raise ConfigError(f"{name}={value}: a number of tokens from {least} to {MAX_CONTEXT}")
@@ -122,9 +122,9 @@ def check_numbers(upstream: dict[str, Any]) -> None:
 
 
 def _make_steps_whole(config: KVFlashConfig | None, upstream: dict[str, Any]) -> int | None:
-    """Raise n_batch to n_ubatch where prompts may be streamed; return the value it had, None if it stays.
+    """Raise n_batch to n_ubatch where prompts may be streamed; return the old value, None if it stays.
 
-    The whole text passes over the bus once a step, and LangChain's default is n_batch=8.
+    A streamed step moves the whole text over the bus, and LangChain's default is n_batch=8.
     """
     if config is None or config.reading == "pool":
         return None
@@ -149,7 +149,7 @@ def _open_projector(upstream: dict[str, Any]) -> None:
 
 
 def read_fit(asked: object) -> Fit | None:
-    """`fit=` of the constructor. ConfigError for what it cannot be."""
+    """Read `fit=` of the constructor. ConfigError for another value."""
     if asked is None or asked is False:
         return None
     if asked is True:
@@ -160,14 +160,14 @@ def read_fit(asked: object) -> Fit | None:
 
 
 def over(keywords: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
-    """Keywords, and those `below` that they do not give. Who gives `kvflash` has said all about the pool."""
+    """Return keywords over the defaults `below`. With `kvflash` among them, no default about the pool counts."""
     if "kvflash" in keywords:
         below = {name: value for name, value in below.items() if not name.startswith(_PREFIX)}
     return {**below, **keywords}
 
 
 def check_names(keywords: dict[str, Any]) -> None:
-    """TypeError for one that begins like ours and is none. Upstream ignores unknown ones: others are only told."""
+    """Raise TypeError for an unknown keyword that begins with kvflash. Warn of others, which upstream ignores."""
     ours = {*POOL_KEYWORDS, *DEVICE_KEYWORDS, *REMOTE_KEYWORDS, *WEIGHT_KEYWORDS, *MEDIA_KEYWORDS}
     unknown = set(keywords) - {*UPSTREAM_PARAMETERS, *STRAY_KEYWORDS} - ours
     for name in sorted(unknown):
@@ -181,7 +181,7 @@ def check_names(keywords: dict[str, Any]) -> None:
 
 
 def _servers(given: dict[str, Any]) -> tuple[tuple[str, ...], bool]:
-    """Which servers are asked for, and are they trusted wherever they are? ConfigError if they are named twice."""
+    """Return the servers, and whether they are trusted wherever they are. ConfigError if they are named twice."""
     named = [given[name] for name in ("rpc", "rpc_servers") if given.get(name)]
     if len(named) > 1:
         raise ConfigError("rpc and rpc_servers name the same thing: give one of them")
@@ -191,7 +191,7 @@ def _servers(given: dict[str, Any]) -> tuple[tuple[str, ...], bool]:
 
 
 def _name_draft_file(fields: dict[str, Any], upstream: dict[str, Any]) -> None:
-    """`draft_model=` can name a file too."""
+    """Move a file that `draft_model=` names to the settings of drafts. ConfigError if that contradicts others."""
     model = upstream.get("draft_model")
     if not isinstance(model, (str, Path)):
         return
@@ -211,7 +211,7 @@ def _name_draft_file(fields: dict[str, Any], upstream: dict[str, Any]) -> None:
 
 
 def merge(kvflash: KVFlashConfig | int | str | None, fields: dict[str, Any]) -> KVFlashConfig | None:
-    """One configuration from `kvflash=` and the single fields given by keyword; None without a pool."""
+    """Return the configuration of `kvflash=` and of single fields given by keyword; None without a pool."""
     asked = _asked(kvflash)
     if asked is None:
         if fields:
@@ -242,7 +242,7 @@ def _asked(kvflash: KVFlashConfig | int | str | None) -> KVFlashConfig | dict[st
 
 
 def _check_features(config: KVFlashConfig, upstream: dict[str, Any], *, by_default: bool) -> KVFlashConfig | None:
-    """The config, or None where upstream's contract has no cache to bound. Raises for what a pool cannot do.
+    """Return the config, or None where there is no cache to bound. ConfigError for what a pool cannot do.
 
     by_default: the pool comes from `install`, so the program that gives the other keywords knows nothing of it.
     """
@@ -262,7 +262,7 @@ def _check_features(config: KVFlashConfig, upstream: dict[str, Any], *, by_defau
 
 
 def signature() -> inspect.Signature:
-    """Of the constructor: upstream's parameters and ours, for `help()` and whoever asks what can be given."""
+    """Return the constructor's signature, upstream's parameters and ours, for `help()` and editors."""
     names = inspect.signature(llama_cpp.Llama.__init__).parameters
     ours = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation.__forward_arg__)

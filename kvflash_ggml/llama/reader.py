@@ -73,7 +73,7 @@ class Reader:
             raise
 
     def _extend(self, tokens: Int32s, count: int, *, checkpoint: int | None = None, prompt: bool = False) -> None:
-        """Evaluate tokens, `count` of which were asked for. One of an answer takes no time that is worth reporting."""
+        """Evaluate tokens, `count` of which were asked for. Progress is reported of more than one."""
         prefill.extend(
             self.pooled,
             tokens,
@@ -87,7 +87,7 @@ class Reader:
     def read_again(
         self, why: Exception, known: int | None, data: Int32s, *, prompt: bool = False, kept: int = 0
     ) -> None:
-        """Read the text again from `kept` on, and `data` after it: a page that was restored lazily is lost, or state.
+        """Prefill the text again from token `kept` on, and `data` after it: a page image or state was lost.
 
         known: tokens that were read before `data`, None for all of `n_tokens`.
         """
@@ -107,7 +107,7 @@ class Reader:
             sequence.stats = before
 
     def admit(self, tokens: abc.Sequence[int]) -> Int32s:
-        """The tokens as an array, once there is room for them and for their logits. See `known`."""
+        """Return the tokens as an array, and make room for their logits. ContextFull, or as `known`."""
         llm = self.llm
         if llm.n_tokens + len(tokens) > llm._n_ctx:
             raise ContextFull(f"Requested tokens ({llm.n_tokens + len(tokens)}) exceed context window of {llm._n_ctx}")
@@ -120,10 +120,10 @@ class Reader:
         return data
 
     def known(self, tokens: abc.Sequence[int] | Int64s, at_hand: int = 0) -> Int32s:
-        """The tokens as an array. ConfigError for one that the model does not have, TypeError for what is no number.
+        """Return the tokens as an array. ConfigError for one that the model does not have, TypeError for no number.
 
-        at_hand: so many of them are not read. Without a pool, an image that a chat handler has evaluated has places
-        without tokens. With one its rows have negative numbers, see `MediaRows`.
+        at_hand: this many leading tokens are known and not checked. Without a pool, an image that a chat handler has
+        evaluated has places without tokens. With one its rows have negative numbers, see `MediaRows`.
         """
         ids, n_vocab = numbers(tokens), self.llm._n_vocab
         strange = np.flatnonzero((ids[at_hand:] < 0) | (ids[at_hand:] >= n_vocab))
@@ -147,7 +147,7 @@ class Reader:
             prefill.extend(sequence, llm.input_ids[sequence.length : llm.n_tokens].astype(np.int32))
 
     def after_step(self, start: int, count: int) -> None:
-        """Take over what a step of the sequence has computed."""
+        """Copy what a step of the sequence has computed to the fields of the Llama."""
         sequence, llm = self.pooled, self.llm
         llm.input_ids[start : start + count] = sequence.ids[start : start + count]
         if llm._logits_all:
@@ -157,7 +157,7 @@ class Reader:
         self.requires_eval = False
 
     def keep(self, row: int) -> None:
-        """Accept one more of the draft rows."""
+        """Accept one more draft row."""
         sequence, llm = self.pooled, self.llm
         pos = llm.n_tokens
         sequence.keep(row)
@@ -181,13 +181,13 @@ class Reader:
         self.sequence.reset()
 
     def cut(self, length: int) -> int:
-        """Forget tokens from `length` on; how many are left, which is less if the memory cannot go back just so far."""
+        """Cut the text to `length` tokens; return how many are left. They are fewer if memory must go back further."""
         if self.sequence is not None:
             return self.sequence.truncate(min(length, self.sequence.length))
         return length if self.llm._ctx.kv_cache_seq_rm(-1, length, -1) else 0
 
     def forget(self, length: int) -> None:
-        """Forget tokens from `length` on, and read again what the memory could not keep."""
+        """Cut the text to `length` tokens, and prefill again what memory could not keep."""
         left = self.cut(length)
         self.llm.n_tokens = length
         self.requires_eval = True
@@ -197,7 +197,7 @@ class Reader:
             self.llm.eval(again)
 
     def follow(self, saved: SessionState) -> None:
-        """Take over a session that the sequence has loaded."""
+        """Copy a session that the sequence has loaded to the fields of the Llama."""
         llm = self.llm
         llm.n_tokens = 0  # interrupted here, no text is known, or all of one: never a mixture
         llm.input_ids[: saved.length] = saved.tokens
@@ -214,20 +214,20 @@ class Reader:
 
     @property
     def logits_at_hand(self) -> bool:
-        """Can a token that follows the text be sampled?"""
+        """Whether a token that follows the text can be sampled."""
         if self.sequence is None:
             return not self.requires_eval
         return self.logits_at(self.llm.n_tokens - 1) is not None
 
     def logits_at(self, pos: int) -> int | None:
-        """The row of the newest step that has the logits of a position; None if there is none."""
+        """Return the row of the newest step with the logits of a position; None if they were not kept."""
         sequence, n_tokens = self.sequence, int(self.llm.n_tokens)
         if sequence is None:
             return pos - n_tokens
         return sequence.logits.row(pos) if sequence.length == n_tokens else None
 
     def logits_row(self, pos: int) -> npt.NDArray[np.single]:
-        """Logits of the token at `pos`. KVFlashError unless it is among those evaluated last and kept."""
+        """Return the logits at `pos` [n_vocab]. KVFlashError unless the newest step has kept them."""
         at = self.logits_at(pos)
         row = None if at is None else self.llm._ctx.get_logits_ith(at)
         if not row:
@@ -246,7 +246,7 @@ class Reader:
         )
 
     def put_logits(self, pos: int, row: npt.NDArray[np.single]) -> None:
-        """Make `row` [n_vocab] the logits of the token at `pos`, the only ones at hand."""
+        """Make `row` [n_vocab] the logits at `pos`; no other logits are available then."""
         sequence = self.pooled
         sequence.engine.set_logits(row)
         for text in sequence.pool.texts.values():
@@ -270,7 +270,7 @@ class Reader:
         return token
 
     def grow_scores(self, rows: int) -> None:
-        """Make room for the logits of so many tokens."""
+        """Make room for the logits of this many tokens."""
         llm = self.llm
         if rows > len(llm.scores):
             grown = np.empty((min(llm._n_ctx, max(rows, 2 * len(llm.scores))), llm._n_vocab), np.single)
@@ -279,7 +279,7 @@ class Reader:
 
 
 def numbers(tokens: abc.Sequence[int] | Int64s) -> Int64s:
-    """TypeError for what is no whole number: nothing is rounded."""
+    """Return tokens as int64. TypeError for anything but whole numbers: nothing is rounded."""
     return (
         np.asarray(tokens).astype(np.int64, casting="same_kind", copy=False) if len(tokens) else np.empty(0, np.int64)
     )

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvflash_ggml")
 
 SHARE = 3
-"""Stages, and what computing larger steps takes, may have one part in so many of a device's memory that is free."""
+"""Layer buffers, and the compute of larger steps, get one third of a device's free memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Bytes on a device that has stages. free: beside everything else. slot_bytes: what one more token takes there."""
+    """A device that has layer buffers. free: bytes beside everything else. slot_bytes: of one more token there."""
 
     name: str
     free: int
@@ -41,7 +41,7 @@ class Room:
 
     @property
     def slots(self) -> int:
-        """Tokens that there is room for."""
+        """The tokens that there is room for."""
         return max(0, self.free) // SHARE // self.slot_bytes // POOL_STEP * POOL_STEP
 
 
@@ -54,7 +54,7 @@ def open_session(
     seq: int = 0,
     reading: Reading | None = None,
 ) -> Sequence:
-    """A text on a pool, as this sequence, that reads and answers as it is asked to.
+    """Open a sequence on a pool, which reads and answers as the configuration says.
 
     reading: how the first text of the pool reads; None for that one. See `open_reading`.
     """
@@ -75,7 +75,7 @@ def open_session(
 
 
 def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free: Mapping[str, int]) -> Reading:
-    """Make the stages that a configuration asks for, or that "auto" finds room for.
+    """Make the layer buffers that a configuration asks for, or that "auto" finds room for.
 
     free: bytes of each device by name, beside everything else. What was asked for and cannot be had is an error:
     UnsupportedError, HostMemoryError, or ConfigError for stages that are no larger than the pool.
@@ -105,7 +105,7 @@ def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free: Mapping
 
 
 def stage_slots(asked: int | None, *, n_ctx: int, rooms: abc.Sequence[Room]) -> tuple[int, str]:
-    """Tokens that stages hold, and why so many: the whole context, or what each device has room for."""
+    """Return the tokens that layer buffers hold, and why: the whole context, or what each device has room for."""
     most = round_up(n_ctx, POOL_STEP)
     if asked is not None:
         return min(most, round_up(asked, POOL_STEP)), f"{asked} asked for"
@@ -119,7 +119,7 @@ def stage_slots(asked: int | None, *, n_ctx: int, rooms: abc.Sequence[Room]) -> 
 def rooms(
     layers: abc.Sequence[Layer], devices: abc.Sequence[DeviceInfo], n_ubatch: int, free: Mapping[str, int]
 ) -> list[Room]:
-    """The room for layer buffers on each device, and the bytes of one more token there."""
+    """Return the room for layer buffers on each device, and the bytes of one more token there."""
     res = []
     for i, device in enumerate(devices):
         shapes = {(layer.k_row, layer.v_row) for layer in layers if layer.device == i}

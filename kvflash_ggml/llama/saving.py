@@ -52,7 +52,7 @@ class Saver:
     # --- sessions
 
     def saved(self, length: int | None, *, drafts: bool = True) -> SessionState:
-        """The text and its memory as a value, to be released. length, drafts: as in `restore.state`."""
+        """Return the text and its memory as a value; the caller releases it. length, drafts: as in `restore.state`."""
         reader, llm = self.reader, self.reader.llm
         self._check_kept()
         reader.catch_up()
@@ -67,7 +67,7 @@ class Saver:
             raise KVFlashError("the text at hand is a preview's, which is never kept: end its stream first")
 
     def go_on_from(self, saved: SessionState) -> None:
-        """Go on from a saved session, and release it."""
+        """Replace the text by a saved session, and release that."""
         reader = self.reader
         try:
             reader.pooled.settle()  # the text that stays if the load is refused
@@ -89,7 +89,7 @@ class Saver:
         return done
 
     def _recovered(self) -> SessionState:
-        """What is left of the text after its devices were lost."""
+        """Return what is left of the text after its devices were lost."""
         self._check_kept()
         saved = restore.kept_state(self.reader.pooled)
         saved.seed = self.reader.llm._seed
@@ -153,7 +153,7 @@ class Saver:
         reader.llm._ctx._exit_stack.callback(reader.prefixes.close)
 
     def keep_prefix(self) -> None:
-        """Keep the text for later, if there is a cache."""
+        """Put the text into the prefix cache, if there is one."""
         sequence, prefixes = self.reader.sequence, self.reader.prefixes
         if sequence is None or prefixes is None or sequence.engine.closed or prefixes.has(sequence.tokens):
             return
@@ -163,12 +163,12 @@ class Saver:
             logger.warning("the text is not kept for later: %s", err)
 
     def branch(self, tokens: Int32s, given: int | None) -> int | None:
-        """Where to keep a checkpoint in a prompt, because other texts go on differently from there. given: if known."""
+        """Return where to keep a checkpoint in a prompt: where other texts differ from it. given: if known."""
         prefixes = self.reader.prefixes
         return given if given is not None or prefixes is None else prefixes.branch(tokens, self.reader.llm.n_tokens)
 
     def reuse_prefix(self, tokens: Int32s) -> int:
-        """Cut the memory to the longest prefix it shares with `tokens`; how many tokens need no evaluation."""
+        """Cut the text to the longest prefix that it shares with `tokens`; return how many need no evaluation."""
         reader, llm = self.reader, self.reader.llm
         if reader.sequence is not None and reader.sequence.config.deterministic:
             llm.reset()
@@ -191,13 +191,13 @@ class Saver:
         return left
 
     def known(self, tokens: Int32s) -> int:
-        """How many leading tokens have been read, of the text at hand or one that the cache gives. Cuts nothing."""
+        """Return how many leading tokens are known, to the current text or one that the cache gives. Cuts nothing."""
         if self.reader.prefixes is not None:
             self._restore_prefix(self.reader.prefixes, tokens)
         return common_prefix(self.reader.llm._input_ids, tokens)
 
     def _restore_prefix(self, prefixes: Prefixes, tokens: Int32s) -> None:
-        """Bring the sequence to the text that shares most with `tokens`, if that is not the one at hand."""
+        """Load the cached text that shares most with `tokens`, if it shares more than the current one."""
         reader, sequence = self.reader, self.reader.pooled
         if reader.llm._logits_all:
             return  # the logits of what is restored would be missing
@@ -211,7 +211,7 @@ class Saver:
 
 
 def _report_failure(done: Future[int]) -> None:
-    """A file that is written behind the decode: perhaps nobody asks how it went."""
+    """Log the failure of a file that is written behind the decode: the caller may never ask for its result."""
     error = done.exception()
     if error is not None:
         logger.warning("a snapshot was not saved: %s", error)

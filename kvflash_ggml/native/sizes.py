@@ -1,4 +1,4 @@
-"""What the library measures of a model and a context, and what a placement counts, as values. Sizes are bytes."""
+"""What the library measures and a placement counts, as values. Sizes are bytes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class LayerSizes:
     heads_kv: int = 0
 
     def rows(self, type_k: str, type_v: str) -> tuple[int, int]:
-        """One token's K, and its V, by the names of KV types (constants.KV_TYPES)."""
+        """Return the bytes of one token's K, and of its V, by the names of KV types (constants.KV_TYPES)."""
         return _row(self.k_row, type_k), _row(self.v_row, type_v)
 
     def slot(self, type_k: str, type_v: str) -> int:
-        """Both."""
+        """Return the bytes of one token's K and V together."""
         return sum(self.rows(type_k, type_v))
 
 
@@ -42,15 +42,21 @@ def _row(values: int, kind: str) -> int:
     return -(-values // count) * size
 
 
+PARTS = {
+    "weights": "weights", "KV": "kv", "state": "state", "compute": "compute", "staging": "staging", "stages": "stages",
+    "exact scores": "masses", "queries": "queries", "drafter, embeddings": "extra", "margin": "margin",
+}  # fmt: skip
+"""What a device is needed for: the names that users see, and fields of `Needs`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What is needed of one device, in bytes: by a measure, which does not tell parts apart, or by a placement.
+    """What is needed of one device, in bytes. A measure gives weights, kv, compute and queries; a placement gives all.
 
-    A measure gives weights, kv (caches of all kinds, and recurrent state), compute and queries. A placement gives all.
-    free: what the device has, before anything of ours. layers: half-open range of layers that compute there. output: so
-    does the output. experts: layers whose experts lie there, where that is not their own device. state: recurrent, and
-    windows. staging: for pages on their way. stages: for exact reading. masses: for exact scores at its end. queries:
-    captured. extra: something else's.
+    free: what the device has before anything is loaded. layers: half-open range of layers that compute there. output:
+    the output does too. experts: layers whose experts lie there, though the layer does not. kv: K and V; of a measure
+    caches of all kinds. state: recurrent state and sliding windows. staging: pages on their way. stages: layer buffers
+    of exact reading. masses: exact scores at its end. queries: captured queries. extra: a drafter, embeddings.
     """
 
     device: str
@@ -71,19 +77,23 @@ class Needs:
 
     @property
     def total(self) -> int:
-        """All of it, the margin included."""
-        ours = self.weights + self.kv + self.state + self.compute + self.staging + self.queries
-        return ours + self.stages + self.masses + self.extra + self.margin
+        """The sum of all parts, the margin included."""
+        return sum(self.itemised.values())
+
+    @property
+    def itemised(self) -> dict[str, int]:
+        """The bytes of each part, by the names that users see."""
+        return {name: getattr(self, field) for name, field in PARTS.items()}
 
     @property
     def left(self) -> int:
-        """Free beyond all that. Negative where it does not fit."""
+        """The bytes that stay free; negative where it does not fit."""
         return self.free - self.total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """What a context of these parameters would take, or takes. devices: in the model's order, the host last.
+    """What a context takes, or would take. devices: in the model's order, the host last.
 
     pool: slots. layers: in the model's order. offloaded: every layer and the output was meant for the devices, without
     overrides.

@@ -46,9 +46,9 @@ class Compute:
                     self._partly[device.device] = max(self._partly[device.device], beyond)
 
     def at(self, n_ubatch: int, pool: int, *, whole: bool = True) -> dict[str, int]:
-        """Bytes by device. whole: everything but the token embedding is on the devices.
+        """Return the bytes by device. whole: everything but the token embedding is on the devices.
 
-        Else the host computes too, what a device would have taken at most.
+        Otherwise the host computes too, and takes what the largest device would have taken.
         """
         there = self._interpolate(n_ubatch, pool)
         if not whole:
@@ -57,7 +57,7 @@ class Compute:
         return {name: size + self._extra.get(name, 0) for name, size in there.items()}
 
     def beyond(self, over: Mapping[str, int]) -> Compute:
-        """The same with so many more bytes on a device, which a placement was found to take."""
+        """Return the same function with more bytes on some devices, which a placement was found to take."""
         names = self._extra.keys() | over.keys()
         return Compute(self._measures, {name: self._extra.get(name, 0) + over.get(name, 0) for name in names})
 
@@ -71,7 +71,7 @@ class Compute:
 
 
 def _terms(measures: Sequence[Measure]) -> list[str]:
-    """Of which the points can tell something."""
+    """Return the terms that the measures can determine."""
     several = {
         "ubatch": len({m.n_ubatch for m in measures}) > 1,
         "pool": len({m.pool for m in measures}) > 1,
@@ -128,7 +128,7 @@ class Layouts:
         self._has_experts = _running([int(layer.experts > 0) for layer in sizes.layers] + [0])
 
     def find(self, shape: Shape, first: int, experts: Experts) -> Layout | None:
-        """The layout with the fewest layers' experts on the host, and of these the one that fills devices most evenly.
+        """Return the layout with the fewest layers' experts on the host; of equals the one that fills devices evenly.
 
         first: the first layer on a device, n_layers + 1 for none. None if nothing fits.
         """
@@ -136,7 +136,7 @@ class Layouts:
         return layout if layout is not None and self._fits(layout) else None
 
     def nearest(self, shape: Shape, first: int, experts: Experts) -> Layout:
-        """The layout whose fullest device is the least full, whether it fits or not."""
+        """Return the layout whose fullest device is the least full, whether it fits or not."""
         layout = self._layout(shape, first, "host" if experts == "fill" else experts, bounded=False)
         assert layout is not None, "without bounds everything fits"
         return layout
@@ -163,7 +163,7 @@ class Layouts:
         return Layout(shape=shape, bounds=bounds, needs=(*needs, bill.host(self.host, first, moved)))
 
     def _fits(self, layout: Layout) -> bool:
-        """Nothing is beyond its device; integrated devices and the host have one memory."""
+        """Report whether every device has room. Integrated devices and the host share one memory."""
         *needs, host = layout.needs
         shared = sum(
             need.total - need.margin
@@ -186,7 +186,7 @@ class Layouts:
         return _Ranges(cost=cost, load=np.where(empty, 0.0, need / max(device.free, 1)), kept=kept)
 
     def _allowed(self, number: int, n: int) -> npt.NDArray[np.bool_]:
-        """Which ranges of n layers the user, and what a device tells of itself, leave to it."""
+        """Return which ranges of n layers a device may get, by the user's split and by its own memory."""
         if self.request.tensor_split is not None:
             shares = (*self.request.tensor_split, *(0.0 for _ in self.devices))[: len(self.devices)]
             bounds = bounds_of(shares, n)
@@ -211,9 +211,9 @@ class Layouts:
         return res
 
     def _quota(self, number: int, first: int) -> int:
-        """Of the layers whose experts the user moves to the host, as many from each device that takes part, in turn.
+        """Return how many layers of a device have their experts on the host, as the user asks for it.
 
-        Those before `first`, which are on the host as a whole, count too.
+        Each device that takes part gives one in turn. Layers before `first`, which are on the host, count too.
         """
         if number not in self.taking_part:
             return 0
@@ -222,7 +222,7 @@ class Layouts:
 
 
 def _running(values: list[int]) -> Int64s:
-    """Sums of what comes before each place, and of everything."""
+    """Return the sum of the values before each place, and of all."""
     return np.concatenate([[0], np.cumsum(np.array(values, np.int64))]).astype(np.int64)
 
 
@@ -230,9 +230,9 @@ def _running(values: list[int]) -> Int64s:
 
 
 def partition(costs: Sequence[Costs], loads: Sequence[Costs]) -> tuple[int, ...] | None:
-    """The bounds of ranges that cover everything, one range a device, or None where none fits.
+    """Return the bounds of ranges that cover all layers, one range a device, or None where no split fits.
 
-    Of all such splits one with the least sum of costs, and of these the one whose highest load is the least.
+    Of all splits it takes one with the least sum of costs, and of these the one whose highest load is the least.
     """
     n = len(costs[0]) - 1
     cost = np.where(np.arange(n + 1) == 0, 0.0, np.inf)
@@ -254,7 +254,7 @@ def partition(costs: Sequence[Costs], loads: Sequence[Costs]) -> tuple[int, ...]
 
 
 def bounds_of(shares: Sequence[float], n: int) -> tuple[int, ...]:
-    """The bounds that llama.cpp makes of a `tensor_split` for n layers, the output counted as one.
+    """Return the bounds that llama.cpp makes of a `tensor_split` for n layers, the output counted as one.
 
     Whole numbers of layers come out as they are.
     """

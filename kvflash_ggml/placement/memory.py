@@ -33,14 +33,13 @@ def of_model(address: int) -> tuple[Device, ...]:
 
 
 def host() -> Device:
-    """The host's memory. total: all of it, or as much as a container may have. free: what can be had of it without
-    swapping."""
+    """Return the host's memory. total: all of it, or what a container may have. free: what is available unswapped."""
     total, free = system.host_memory()
     return Device(name=HOST, kind="host", free=free, total=total)
 
 
 def imagined(free: Mapping[str, int]) -> tuple[Device, ...]:
-    """Return devices with so much free memory, in their order, and the host: this one unless it is among them."""
+    """Return devices with this much free memory, in their order, and then the host of this machine."""
     kinds: dict[bool, Literal["gpu", "remote"]] = {False: "gpu", True: "remote"}
     found = [
         Device(name=name, kind=kinds[name.startswith(_REMOTE)], free=size, total=size, description="imagined")
@@ -71,7 +70,7 @@ def counted(devices: tuple[Device, ...], fit: Fit) -> tuple[Device, ...]:
 
 
 def margin(device: Device, fit: Fit) -> int:
-    """Bytes that stay free: what a backend takes by itself, and what others may ask for meanwhile.
+    """Return the bytes to leave free: for a backend's own buffers, and for other programs.
 
     One number of a user's is for every device but the host, as upstream's --fit-target is.
     """
@@ -94,5 +93,5 @@ def margin(device: Device, fit: Fit) -> int:
 
 
 def usable(device: Device) -> bool:
-    """Report whether layers may go to a device unasked. A device that tells nothing of its memory gets none."""
+    """Report whether layers may go to a device that the user has not named. One of unknown memory gets none."""
     return device.kind != "host" and device.total > 0

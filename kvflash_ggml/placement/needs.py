@@ -11,24 +11,24 @@ from . import memory
 from .sizes import Device, ModelSizes, Request
 
 MASK = 2
-"""Bytes of a token and a row of a step."""
+"""Bytes of one mask value: of a token of the text, and a row of a step."""
 
 F32 = 4
-"""Bytes of a number."""
+"""Bytes of a 32-bit float."""
 
 MASSES_AT_ONCE = 2**20
-"""Scores of a piece, in which attention masses are made, and by how many their results grow, as in `kvf_masses.cpp`."""
+"""Scores that are computed at once, and the unit in which their results grow, as in `kvf_masses.cpp`."""
 
 MASSES_LIVE = 3
-"""Scores of a piece, and what is made of them at the same time."""
+"""Arrays of that size that are alive at the same time."""
 
 STAGED_PAGES = 8
-"""Pages that a device has room for on their way in."""
+"""Pages that the staging area of a device holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The sizes of caches and compute buffers follow from it: slots, tokens of a step, names of KV types."""
+    """What decides the sizes of caches and compute buffers: slots, tokens of a step, and names of KV types."""
 
     pool: int
     n_ubatch: int
@@ -57,7 +57,7 @@ class Part:
 
 
 def parts(sizes: ModelSizes, request: Request, shape: Shape) -> tuple[Part, ...]:
-    """Every layer, and then the output."""
+    """Return the bytes of every layer, and then of the output."""
     full = round_up(request.n_ctx, POOL_STEP)
     return (*(_part(layer, request, shape, full) for layer in sizes.layers), Part(dense=sizes.output))
 
@@ -81,9 +81,9 @@ def _part(layer: LayerSizes, request: Request, shape: Shape, full: int) -> Part:
 
 
 def buffer_row(shapes: Collection[tuple[int, int]], n_ubatch: int, *, overlaps: bool) -> int:
-    """Bytes of one token in the layer buffers of a device, whose layers have K and V rows of these sizes.
+    """Return the bytes of one token in the layer buffers of a device. shapes: of K and V rows of its layers.
 
-    They hold a layer of each shape, or two where the next one is copied meanwhile, and a column of the mask.
+    The buffers hold a layer of each shape, or two where the next one is copied meanwhile, and a column of the mask.
     """
     return (2 if overlaps else 1) * sum(map(sum, shapes)) + MASK * n_ubatch
 
@@ -138,7 +138,7 @@ class Bill:
         )
 
     def device(self, device: Device, begin: int, end: int, kept: int) -> Needs:
-        """Needs of a device with these layers, and the experts of layers from `kept` on.
+        """Return the needs of a device with these layers, and the experts of layers from `kept` on.
 
         A device that holds nothing needs no margin.
         """
@@ -151,7 +151,7 @@ class Bill:
         return replace(need, compute=0, margin=need.margin if holds else 0)
 
     def host(self, device: Device, first: int, moved: tuple[int, ...]) -> Needs:
-        """Needs of the host with the layers before `first`, the experts of the layers `moved`, and the token embedding.
+        """Return the needs of the host: layers before `first`, experts of the layers `moved`, and the token embedding.
 
         staging: the host keeps as many page images as its layers have pages, for what leaves their part of the pool.
         """

@@ -30,7 +30,7 @@ Change = tuple[str, dict[str, Any], str]
 
 
 def does_not_fit(search: Search) -> DoesNotFit:
-    """The error for a search that has found nothing."""
+    """Return the error for a search that has found nothing, with remedies that were tried."""
     layout = search.nearest()
     tight = min(layout.needs, key=lambda need: need.left)
     changes = list(_changes(search, tight))
@@ -46,29 +46,13 @@ def does_not_fit(search: Search) -> DoesNotFit:
         tight.device,
         needed=tight.total,
         free=tight.free,
-        needs=itemised(tight),
+        needs=tight.itemised,
         remedies=sorted(remedies, key=lambda remedy: not remedy.enough),
     )
 
 
-def itemised(need: Needs) -> dict[str, int]:
-    """What a device is needed for, by the names that users see."""
-    return {
-        "weights": need.weights,
-        "KV": need.kv,
-        "state": need.state,
-        "compute": need.compute,
-        "staging": need.staging,
-        "stages": need.stages,
-        "exact scores": need.masses,
-        "queries": need.queries,
-        "drafter, embeddings": need.extra,
-        "margin": need.margin,
-    }
-
-
 def _try(search: Search, tight: Needs, change: Change) -> Remedy | None:
-    """What a change brings, None if it frees nothing of the tight device."""
+    """Try a change of the request. None if it frees nothing of the tight device."""
     option, fields, cost = change
     other = _with(search, fields)
     found = other.run()
@@ -90,7 +74,7 @@ def _with(search: Search, fields: dict[str, Any]) -> Search:
 
 
 def _changes(search: Search, tight: Needs) -> Iterator[Change]:
-    """What the user could ask for instead, what costs least first."""
+    """Yield what the user could ask for instead, the cheapest first."""
     request = search.request
     if request.tensor_split is not None and len(search.layouts.taking_part) > 1:
         yield from _split(search)
@@ -121,7 +105,7 @@ def _split(search: Search) -> Iterator[Change]:
 
 
 def _experts(search: Search) -> Iterator[Change]:
-    """As few layers' experts on the host as will do, or all of them."""
+    """Yield the fewest layers whose experts must lie on the host."""
     count = sum(layer.experts > 0 for layer in search.sizes.layers)
     asked = search.request.n_cpu_moe or 0
     if search.request.n_cpu_moe is None or search.request.n_gpu_layers == 0 or asked >= count:
@@ -131,7 +115,7 @@ def _experts(search: Search) -> Iterator[Change]:
 
 
 def _layers(search: Search) -> Iterator[Change]:
-    """As many layers on the devices as fit."""
+    """Yield as many layers on the devices as fit."""
     asked = search.request.n_gpu_layers
     if asked is None or asked == 0:
         return
@@ -146,7 +130,7 @@ def _offloaded(search: Search, found: Found) -> int:
 
 
 def _context(search: Search) -> Iterator[Change]:
-    """The longest context, of halves, that fits."""
+    """Yield the longest context that fits, of halves of the one that was asked for."""
     n_ctx = search.request.n_ctx // 2
     while n_ctx >= search.request.minimum_pool:
         if _with(search, {"n_ctx": n_ctx}).run() is not None:
@@ -161,7 +145,7 @@ def _margin(search: Search, tight: Needs) -> Iterator[Change]:
 
 
 def with_margin(search: Search, name: str, *, more: int) -> tuple[Search, str]:
-    """A search that keeps so many more bytes of a device free, or fewer; and the option that says so."""
+    """Return a search that keeps `more` bytes of a device free, or fewer; and the option that says so."""
     layouts, fit = search.layouts, search.request.fit
     margins = {device.name: memory.margin(device, fit) for device in (*layouts.devices, layouts.host)}
     mebibytes = (margins[name] + more) // memory.MIB
@@ -173,11 +157,11 @@ def with_margin(search: Search, name: str, *, more: int) -> tuple[Search, str]:
 
 
 ROUNDS = 3
-"""Placements that are measured at most."""
+"""Most placements that are measured."""
 
 
 def plan(sizes: ModelSizes, devices: tuple[Device, ...], request: Request, compute: Compute) -> Placement:
-    """The best placement. devices: the host last. DoesNotFit if what is asked has none."""
+    """Return the best placement. devices: the host last. DoesNotFit if the request has none."""
     search = Search(sizes, devices, request, compute)
     found = search.run()
     if found is None:
@@ -221,9 +205,10 @@ def _placement(search: Search, found: Found, *, redundant: bool) -> Placement:
 
 
 def _maps(search: Search, found: Found) -> bool:
-    """Weights that a device reads in the host's memory are copied faster from memory of their own.
+    """Report whether weights stay in the file's pages.
 
-    The file's pages are better where nothing is read so, and where page images of the whole text need that memory.
+    Weights that a device reads from the host are copied faster from memory of their own. The file's pages are better
+    where no device does so, and where page images of the whole text need that memory.
     """
     if search.request.use_mmap is not None:
         return search.request.use_mmap
@@ -239,7 +224,7 @@ def _maps(search: Search, found: Found) -> bool:
 
 
 def _why(search: Search, found: Found) -> str:
-    """One line for a banner."""
+    """Return one line for a banner."""
     layers, experts = found.layout.on_host
     shape, n = found.layout.shape, search.layouts.n_layers
     match found.level:
@@ -258,10 +243,9 @@ def _why(search: Search, found: Found) -> str:
 
 
 def _is_redundant(search: Search, found: Found) -> bool:
-    """A full cache would fit too, with everything on the devices and every margin kept.
+    """Report whether a full cache would fit too, with everything on the devices and every margin kept.
 
-    Only the full cache decides, and only after everything that can move an expert to the host has been counted: a pool
-    that is what keeps the experts on the device is never redundant.
+    A pool that keeps experts on the device is never redundant: this asks only once all experts are there.
     """
     layouts, shape = search.layouts, found.layout.shape
     if found.level != 1 or shape.pool >= layouts.full or search.sizes.fixed.get(layouts.host.name):
@@ -280,7 +264,7 @@ def fit(
     measures: Sequence[Measure],
     measure: Callable[[Placement], Measure],
 ) -> Placement:
-    """The best placement that a measure of it confirms, with the bytes that were measured.
+    """Return the best placement that a measure of it confirms, with the measured bytes.
 
     measures: for `Compute`. measure: of one placement, with its exact parameters. What a placement takes beyond what it
     was thought to is kept free in the next. DoesNotFit if nothing fits.
@@ -312,11 +296,11 @@ def _unsettled(search: Search, tight: Needs) -> DoesNotFit:
         remedies = (Remedy(option=option, frees=-tight.left, cost=cost, enough=False, changes=changes),)
     why = f"Of {ROUNDS} placements each took more than was thought."
     return DoesNotFit(
-        tight.device, needed=tight.total, free=tight.free, needs=itemised(tight), remedies=remedies, why=why
+        tight.device, needed=tight.total, free=tight.free, needs=tight.itemised, remedies=remedies, why=why
     )
 
 
 def _corrected(need: Needs, found: Needs) -> Needs:
-    """With what was measured. Caches are measured as one: what is not recurrent state or windows is K and V."""
+    """Return needs with the measured bytes. A measure has one sum of caches: all but state and windows is K and V."""
     state = min(need.state, found.kv)
     return replace(need, weights=found.weights, kv=found.kv - state, state=state, compute=found.compute)

@@ -16,7 +16,7 @@ from .needs import Part, Shape, parts
 from .sizes import Device, ModelSizes, Request
 
 POOL_FLOOR = 4096
-"""Slots that are set aside before any expert is given a place."""
+"""Slots that are reserved before any expert is placed."""
 
 POOL_GOOD = 8192
 """Slots below which a pool is worth the quantisation of K and V."""
@@ -36,7 +36,7 @@ class Found:
 
 
 class Search:
-    """One search. What the request says is left as it is."""
+    """One search. It never changes what the request gives."""
 
     def __init__(self, sizes: ModelSizes, devices: tuple[Device, ...], request: Request, compute: Compute) -> None:
         self.layouts = Layouts(sizes, devices, request, compute)
@@ -47,7 +47,7 @@ class Search:
         self.ubatches = _ubatches(request, self.floor)
 
     def run(self) -> Found | None:
-        """The first level that is feasible at the floor, as far as it can be taken. None if none is."""
+        """Return the best layout of the first level that is feasible with the fewest slots. None if no level is."""
         for level in self.levels():
             for n_ubatch in self._first_steps(level):
                 places = [self._place(level, self._shape(self.floor, n_ubatch, kv)) for kv in self.types]
@@ -58,14 +58,14 @@ class Search:
         return None
 
     def nearest(self) -> Layout:
-        """Of the last level that could be tried, with the least of everything."""
+        """Return the layout of the last level that can be tried, with the least of everything."""
         *_, level = self.levels()
         first = {3: self._asked_first() or 1, 4: self.layouts.n_layers + 1}.get(level, 0)
         shape = self._shape(self.floor, self.ubatches[-1], self.types[-1])
         return self.layouts.nearest(shape, first, _experts(level))
 
     def levels(self) -> Iterator[Level]:
-        """Those that the request leaves open, the best first."""
+        """Yield the levels that the request leaves open, the best first."""
         asked = self.request.n_gpu_layers
         if asked == 0 or not self.layouts.taking_part:
             yield 4
@@ -83,14 +83,14 @@ class Search:
             yield 4
 
     def _asked_first(self) -> int | None:
-        """The first layer that the user puts on a device, None if that is open."""
+        """Return the first layer that the user puts on a device, None if that is open."""
         asked = self.request.n_gpu_layers
         if asked is None:
             return None
         return max(0, self.layouts.n_layers + 1 - asked) if asked >= 0 else 0
 
     def _first_steps(self, level: Level) -> tuple[int, ...]:
-        """With which step experts are placed: the least.
+        """Return the step sizes to place experts with: usually the smallest one.
 
         With experts on the host a step copies those that it uses to the device, so that the largest is worth one layer,
         and no more. What it takes must not depend on free memory, or a larger device could get fewer experts.
@@ -107,7 +107,7 @@ class Search:
         return parts(self.sizes, self.request, self._shape(self.floor, n_ubatch, self.types[0]))
 
     def _grow(self, level: Level, least: Layout) -> Layout:
-        """As many slots as there is room for, smaller K and V if few, and a large step, at no cost in layers."""
+        """Add slots while there is room, quantise K and V if they are few, and enlarge the step. No layer moves."""
         best = self._tallest(level, least)
         kv = least.shape.type_k, least.shape.type_v
         if kv != self.types[-1] and best.shape.pool < min(POOL_GOOD, self.cap):
@@ -126,7 +126,7 @@ class Search:
         return best
 
     def _tallest(self, level: Level, least: Layout) -> Layout:
-        """The layout with the most slots that has no more on the host."""
+        """Return the layout with the most slots that has no more on the host."""
         low, high = self.floor // POOL_STEP, self.cap // POOL_STEP
         while low < high:
             middle = (low + high + 1) // 2
@@ -138,7 +138,7 @@ class Search:
         return least
 
     def _place(self, level: Level, shape: Shape, first: int | None = None) -> Layout | None:
-        """The best layout of a level. first: the first layer on a device; found if it is open."""
+        """Return the best layout of a level. first: the first layer on a device; found if it is open."""
         if level != 3:
             return self.layouts.find(shape, self.layouts.n_layers + 1 if level == 4 else 0, _experts(level))
         if (asked := self._asked_first()) is not None:
@@ -147,7 +147,7 @@ class Search:
         return self.layouts.find(shape, first, "host") if first < self.layouts.n_layers else None
 
     def _bisect(self, shape: Shape) -> int:
-        """The first layer on a device, of as many as fit without their experts."""
+        """Return the first layer on a device, where as many layers as fit are there without their experts."""
         low, high = 1, self.layouts.n_layers
         while low < high:
             middle = (low + high) // 2
@@ -167,7 +167,7 @@ def _experts(level: Level) -> Experts:
 
 
 def pool_range(request: Request) -> tuple[int, int]:
-    """The fewest slots, which are set aside first, and the most."""
+    """Return the fewest slots, which are reserved first, and the most."""
     full = round_up(request.n_ctx, POOL_STEP)
     minimum = round_up(request.minimum_pool, POOL_STEP)
     if request.pool is None:
@@ -186,7 +186,7 @@ def _types(sizes: ModelSizes, request: Request) -> tuple[tuple[str, str], ...]:
 
 
 def _ubatches(request: Request, floor: int) -> tuple[int, ...]:
-    """Steps, the largest first. A step has room in half of the pool."""
+    """Return step sizes, the largest first. A step must have room in half of the pool."""
     if request.n_ubatch is not None:
         return (request.n_ubatch,)
     *larger, least = UBATCHES

@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvflash_ggml")
 
 UNEVEN = 3
-"""A device is tight if it has room for less than so many of so many and one of the slots that all could have."""
+"""A device is tight if it has room for less than 3 of 4 slots that all devices together could have."""
 
 MOST_SEQUENCES = 8
-"""Of `parallel="auto"`: from there on a step gains little, and each share of a pool of the usual size becomes small."""
+"""Most sequences of `parallel="auto"`. More gain little, and shares of a usual pool become small."""
 
 STATE_SHARE = 4
-"""States of all sequences take at most one of so many parts of what the pool takes."""
+"""The states of all sequences take at most this part of the pool's bytes: one in four."""
 
 HALF = 2
-"""Page images of the host need the other half of its memory."""
+"""A pool on the host takes at most half of its memory: page images need the other half."""
 
 NOTABLE = 256 << 20
-"""Bytes. So much less of a device's memory is worth a word; with less left a backend cannot grow its own buffers."""
+"""Bytes. A loss of this much is told; with less left a backend cannot grow its own buffers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Lane:
     large: int
 
     def slots(self, least: int, most: int) -> int:
-        """Slots there is room for. A context's size is linear in those of its pool."""
+        """Return how many slots there is room for. The size of a context is linear in them."""
         return least + (self.free - self.small) * (most - least) // max(1, self.large - self.small)
 
 
@@ -69,7 +69,7 @@ class PoolSize:
 
     @property
     def bounded(self) -> bool:
-        """Can a text be longer than its share of the pool?"""
+        """Whether a text can be longer than its share of the pool."""
         return self.slots < self.n_ctx * self.parallel
 
 
@@ -83,7 +83,7 @@ def fit(
     mapped: bool = False,
     before: Mapping[str, int] | None = None,
 ) -> PoolSize:
-    """The pool for a llama_cpp LlamaModel and llama_context_params. UnsupportedModelError if it cannot run in one.
+    """Return the pool for a llama_cpp LlamaModel and llama_context_params. UnsupportedModelError if it can have none.
 
     query_rows: captured queries. reserved: bytes of the first device that something else will take. mapped: weights on
     the host are pages of their file. before: bytes that were free before the model was loaded, by device.
@@ -103,7 +103,7 @@ def fit(
 
 
 def are_uneven(lanes: Sequence[Lane], spare: int, least: int, most: int) -> bool:
-    """Would the room of all devices but the host, as one, hold a third more slots than that of the tightest?
+    """Report whether all devices but the host together would hold a third more slots than the tightest one allows.
 
     spare: bytes of devices that hold no slots.
     """
@@ -161,7 +161,7 @@ def _survey(
 
 
 def slot_size(model: Any, params: Any) -> int:
-    """Bytes that one token takes in the pool. UnsupportedModelError if the model cannot run in one."""
+    """Return the bytes of one token in the pool. UnsupportedModelError if the model cannot run in one."""
     from ..native import engine as native
 
     shares = native.probe(
@@ -175,14 +175,14 @@ def slot_size(model: Any, params: Any) -> int:
 
 
 def bounds(config: KVFlashConfig, n_ctx: int) -> tuple[int, int]:
-    """The fewest and the most slots of "auto"."""
+    """Return the fewest and the most slots of "auto"."""
     ceiling = round_up(n_ctx, POOL_STEP) * config.sequences
     least = min(config.minimum_pool, ceiling)
     return least, max(least, min(SPEED_CAP, ceiling))
 
 
 def resolve(config: KVFlashConfig, *, n_ctx: int, slot_bytes: int, lanes: Sequence[Lane]) -> PoolSize:
-    """The pool for a context of `n_ctx` tokens, at `slot_bytes` a token over all devices.
+    """Return the pool for a context of `n_ctx` tokens, at `slot_bytes` a token over all devices.
 
     "auto" takes what all `lanes` have room for, at most SPEED_CAP tokens, and no more without lanes. A pool is a
     multiple of POOL_STEP, rounded down where bytes count, never above the context and never below the minimum of the
@@ -215,15 +215,15 @@ def resolve(config: KVFlashConfig, *, n_ctx: int, slot_bytes: int, lanes: Sequen
 
 
 def sequences_for(config: KVFlashConfig, model: Any, params: Any, slots: int) -> int:
-    """How many sequences `parallel="auto"` is, for a llama_cpp LlamaModel, llama_context_params and a pool."""
+    """Return how many sequences `parallel="auto"` means, for a LlamaModel, llama_context_params and a pool."""
     slot, state = slot_size(model, params), _state_size(model, params, slots)
     return sequences(config, slots, slot_bytes=slot, state_bytes=state, rows=params.n_ubatch)
 
 
 def sequences(config: KVFlashConfig, slots: int, *, slot_bytes: int, state_bytes: int, rows: int) -> int:
-    """How many sequences `parallel="auto"` is, with a pool of so many slots.
+    """Return how many sequences `parallel="auto"` means, with a pool of this many slots.
 
-    state_bytes: of a sequence, beside the pool. rows: of a step, at most.
+    state_bytes: of a sequence, beside the pool. rows: most rows of a step.
     """
     least = (config.sinks + config.tail + 2) * CHUNK
     count = min(MOST_SEQUENCES, rows, slots // least)
@@ -233,7 +233,7 @@ def sequences(config: KVFlashConfig, slots: int, *, slot_bytes: int, state_bytes
 
 
 def _state_size(model: Any, params: Any, slots: int) -> int:
-    """Bytes that one more sequence takes beside a pool of so many slots: recurrent state, and sliding windows."""
+    """Return the bytes of one more sequence beside a pool of this many slots: recurrent state, and sliding windows."""
     from ..native import measure
     from .predict import copied
 
@@ -245,7 +245,7 @@ def _state_size(model: Any, params: Any, slots: int) -> int:
 
 
 def halved(size: PoolSize, times: int, *, minimum: int) -> PoolSize:
-    """A pool of half so many slots, so many times: more could not be made."""
+    """Return a pool of half as many slots, `times` times: a larger one could not be made."""
     if times == 0:
         return size
     slots = max(min(minimum, size.slots), (size.slots >> times) // POOL_STEP * POOL_STEP)
@@ -253,7 +253,7 @@ def halved(size: PoolSize, times: int, *, minimum: int) -> PoolSize:
 
 
 def no_room_beside(model: Any, context: int, devices: Sequence[DeviceInfo], size: PoolSize, slots: int) -> DoesNotFit:
-    """No second context could be made beside one of `slots` slots: about what it would take where it is tightest.
+    """Return the error for a second context that could not be made beside one of `slots` slots.
 
     model: a llama_cpp LlamaModel. context: address of the llama_context that is there. devices: of its engine.
     """
@@ -271,7 +271,7 @@ def no_room_beside(model: Any, context: int, devices: Sequence[DeviceInfo], size
 
 
 def warn_if_tight(devices: Sequence[DeviceInfo], n_ubatch: int) -> None:
-    """CUDA ends the process where a backend's own buffers cannot grow."""
+    """Warn where CUDA would end the process because a backend's own buffers cannot grow."""
     for device in devices:
         if device.asynchronous and device.free_bytes < NOTABLE:
             logger.warning(
@@ -291,7 +291,7 @@ def address(model: Any) -> int:
 
 
 def image_limit(config: KVFlashConfig, model: int, size: PoolSize, page_bytes: int, *, mapped: bool) -> int | None:
-    """Bytes for the page images of a pool, None for no ceiling. Says so where a text could pass the host's memory then.
+    """Return the most bytes for page images, None for no limit. Warn where a text could exceed the host's memory then.
 
     model: address of the llama_model. mapped: its weights on the host are pages of their file.
     """
@@ -307,11 +307,11 @@ def image_limit(config: KVFlashConfig, model: int, size: PoolSize, page_bytes: i
 
 
 def image_ceiling(config: KVFlashConfig, host: Device, *, mapped: int, least: int) -> int | None:
-    """Bytes for page images, None for no ceiling.
+    """Return the most bytes for page images, None for no limit.
 
-    "auto", with a folder for what passes it: what is available beyond a margin, and beyond weights that are pages of
-    their file, which count as available. The system would let go of these first, and read them again for each token.
-    mapped: bytes of them. least: what it is at least.
+    "auto" with a spill folder takes the available memory less a margin and less mapped weights. Mapped weights count as
+    available: the system would drop them first, and read them again for each token. mapped: their bytes. least: the
+    lowest result.
     """
     if config.host_limit != "auto":
         return config.host_limit
@@ -321,9 +321,9 @@ def image_ceiling(config: KVFlashConfig, host: Device, *, mapped: int, least: in
 
 
 def warn_if_too_long(n_ctx: int, page_bytes: int, weights: int, host: Device) -> None:
-    """A text that fills the context, and for whose images nobody has named a ceiling, may pass the host's memory.
+    """Warn where the page images of a full context, which have no limit, may exceed the host's memory.
 
-    weights: bytes of those that the host has.
+    weights: bytes of weights on the host.
     """
     images = -(-n_ctx // CHUNK) * page_bytes
     if images + weights <= host.total:

@@ -6,7 +6,6 @@ from typing import Any
 
 from ..errors import mebibytes
 from ..native.sizes import Needs
-from .plan import itemised
 from .sizes import Device, Placement
 
 COLUMNS = ("free", "weights", "KV", "state", "compute", "staging", "margin", "left")
@@ -107,7 +106,7 @@ def document(placement: Placement, devices: tuple[Device, ...]) -> dict[str, Any
                 "kind": device.kind,
                 "free": need.free,
                 "total": device.total,
-                "needs": itemised(need),
+                "needs": need.itemised,
                 "left": need.left,
                 "layers": list(range(*need.layers)),
                 "output": need.output,

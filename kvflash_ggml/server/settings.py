@@ -56,7 +56,7 @@ class ServerSettings:
     )  # fmt: skip
     session_dir: Path | None = _conversations(
         Path, "--session-dir", "--slot-save-path", metavar="DIR",
-        help="Folder for conversations that find no room in --park-memory, and for all when the server ends.",
+        help="Folder for those without room there, and for all when the server ends.",
     )  # fmt: skip
     store: str | None = _conversations(
         notation.word, metavar="URL",
