@@ -19,7 +19,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One answer and what it cost. `evaluated` counts the prompt's tokens that were computed."""
+    """One answer, its tokens and its times in seconds. evaluated: tokens of the prompt that were computed."""
 
     text: str
     finish_reason: str
@@ -36,7 +36,7 @@ class Answer:
 
     @property
     def reused(self) -> int:
-        """Tokens of the prompt that were known from the answer before."""
+        """Tokens of the prompt that were known from earlier answers."""
         return 0 if self.interrupted else self.prompt_tokens - self.evaluated
 
     @property
@@ -45,12 +45,12 @@ class Answer:
 
     @property
     def generated_per_second(self) -> float:
-        """The first token is the prompt's: it comes with the prompt's evaluation."""
+        """Tokens per second after the first one, which comes with the prompt's evaluation."""
         return (self.generated - 1) / self.generation_s if self.generation_s > 0 else 0.0
 
 
 class Meter:
-    """Counts tokens and takes times, through the model's `generate`."""
+    """Counts tokens and takes times, by wrapping the model's `generate`."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
@@ -182,7 +182,7 @@ def ask(
 
 
 def finish_preview(llm: Any, *, shown: bool) -> None:
-    """Read the prompt whole that a preview has answered, if one has. Ctrl-C ends it; what was read stays."""
+    """Prefill the whole prompt that a preview has answered, if there is one. Ctrl-C ends it; what was read stays."""
     with Interrupt() as interrupt, Progress(shown=shown, doing="reading the prompt whole") as progress:
 
         def on_progress(done: int, total: int) -> None:
@@ -199,7 +199,7 @@ def finish_preview(llm: Any, *, shown: bool) -> None:
 
 
 def _known(llm: Any, tokens: Any) -> int:
-    """Leading tokens that the model has read already; progress reports correct this guess."""
+    """Guess how many leading tokens the model knows; progress reports correct it."""
     pairs = zip(llm.input_ids[: llm.n_tokens], tokens, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(llm.n_tokens, len(tokens)))
 

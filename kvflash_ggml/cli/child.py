@@ -1,4 +1,4 @@
-"""Native code that a bad build can crash runs in a child process: for doctor, and before a first run.
+"""Runs native code in a child process, which a bad build can crash: for doctor, and before a first run.
 
 Before its first run on a kind of CPU a build is tried there, so that a crash can be told.
 """
@@ -27,7 +27,7 @@ _SECONDS = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Child:
-    """What the child process said, where it stopped, and why (empty: it did not fail). crashed: by a signal."""
+    """What a child process said, what it was doing last, and why it failed ("": it did not). crashed: by a signal."""
 
     said: dict[str, Any]
     doing: str
@@ -36,7 +36,7 @@ class Child:
 
 
 def run_child(model: str | None, *, timeout: float, module: str = PROBE, entry: str = "main") -> Child:
-    """Call `entry(model)` of `module` in a new process and collect what it says. None: a tiny model made for it."""
+    """Call `entry(model)` of `module` in a new process, and collect its JSON lines. model: None for a tiny one."""
     if model is None:
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / "tiny.gguf"
@@ -61,7 +61,7 @@ def run_child(model: str | None, *, timeout: float, module: str = PROBE, entry: 
 
 
 def _reason(status: int, stderr: str) -> str:
-    """A signal's name, or the last exception with its continuation lines."""
+    """Return the name of the signal, or the last exception with its continuation lines."""
     lines = stderr.rstrip().splitlines()
     tail = "\n".join(lines[-5:])
     if status < 0:
@@ -76,9 +76,9 @@ def _reason(status: int, stderr: str) -> str:
 
 
 def check_first_run(*, repack: bool = True) -> None:
-    """Decode a tiny model on the CPU in a child process, unless these libraries have done so on such a CPU before.
+    """Decode a tiny model in a child process, unless these libraries have done so on a CPU of this kind before.
 
-    repack: weights are packed for the kernels of the CPU, so these are tried too.
+    repack: also try weights that are packed for the kernels of the CPU.
 
     Raises:
         LibraryError: the child crashed, or packed weights are computed wrongly. Whatever else fails there is left to
@@ -104,7 +104,7 @@ def check_first_run(*, repack: bool = True) -> None:
 
 
 def told(child: Child) -> str:
-    """How a child failed and, where it crashed and that can be known, why."""
+    """Return how a child failed, and why it crashed if that is known."""
     why, _ = trial.explain(child.said.get("features", []))
     if not (child.crashed and why):
         return child.failure
@@ -113,20 +113,20 @@ def told(child: Child) -> str:
 
 
 def rebuild(child: Child) -> str:
-    """What to type for a build that should work here."""
+    """Return the command for a build that should work here."""
     variables = trial.explain(child.said.get("features", []))[1] if child.crashed else ""
     return pip_line.reinstall(variables)
 
 
 def main(model: str) -> None:
-    """The child."""
+    """Run in the child."""
     llama = _load()
     trial.check_weights(llama, _say)
     trial.decode(llama, model)
 
 
 def plain(model: str) -> None:
-    """The child where weights stay as the file has them."""
+    """Run in the child; weights stay as the file has them."""
     llama = _load()
     import llama_cpp
 
@@ -146,7 +146,7 @@ def _say(**values: object) -> None:
 
 
 def _marker(folder: Path, repack: bool) -> Path:
-    """The file that stands for these libraries having run on such a CPU."""
+    """Return the file that marks that these libraries have run on such a CPU."""
     files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
     cpu = trial.cpu()
     key = repr((str(folder), files, cpu.get("model name"), cpu.get("flags"), repack))

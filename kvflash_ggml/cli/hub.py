@@ -81,7 +81,7 @@ class HubModel:
         raise HubError(f"{self} is not there; the repository has {listed}: name one, as {self.repo}:{brief(choice[0])}")
 
     def tell_beside(self, names: Collection[str]) -> None:
-        """Say on stderr what else belongs to the model: a projector, and drafters."""
+        """Note on stderr which files of the repository belong to the model: a projector, and drafters."""
         for name in sorted(name for name in names if name.endswith(".gguf")):
             kind = _beside(name)
             if kind == _PROJECTOR:
@@ -99,9 +99,9 @@ def hub_model(text: str) -> HubModel:
 
 
 def fetch(model: HubModel, *, quiet: bool) -> Path:
-    """Return the model's first file in the hub's cache folder; download what is not there.
+    """Return the model's first file in the hub's cache folder; download what is missing.
 
-    Where the hub does not answer, or refuses, what the folder has is used, and stderr says so.
+    If the hub does not answer, or refuses, use the copy in the folder, and note that on stderr.
 
     Raises:
         HubError: the model cannot be had.
@@ -132,7 +132,7 @@ def _ask(repo: str) -> Repository:
 
 
 def located(model: str | HubModel, *, quiet: bool) -> str:
-    """The path of a model; one of a hub is fetched."""
+    """Return the path of a model; fetch one of a hub."""
     return str(fetch(model, quiet=quiet)) if isinstance(model, HubModel) else model
 
 
@@ -207,7 +207,7 @@ def remove(model: HubModel) -> list[Path]:
 
 
 def _blob(path: Path) -> Path:
-    """What a link names. That may be a link itself, to a file which repositories share, and which stays."""
+    """Return what a link names. It may be a link itself, to a file that repositories share and that stays."""
     return Path(os.path.normpath(path.parent / path.readlink())) if path.is_symlink() else path
 
 
@@ -217,7 +217,7 @@ def _part(name: str) -> int | None:
 
 
 def _beside(name: str) -> str | None:
-    """What a file is, if it is no model of its own; `imatrix` for the figures of a quantisation."""
+    """Return what a file is if it is no model of its own; `imatrix` for the figures of a quantisation."""
     base = PurePosixPath(name).name.lower()
     return next((kind for kind in (_PROJECTOR, "imatrix", *_DRAFTERS) if kind in base), None)
 

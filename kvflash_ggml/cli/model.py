@@ -34,7 +34,7 @@ _FLAGS = {
 
 
 class UnusableServer(click.ClickException):
-    """A server of devices that cannot be used."""
+    """A server of --rpc that cannot be used."""
 
     exit_code = 2
 
@@ -55,7 +55,7 @@ def ensure_gpu_offload(layers: int) -> None:
 
 @contextmanager
 def load_model(path: str, *, loading: WeightOptions, devices: DeviceOptions, verbose: bool) -> Iterator[Any]:
-    """The model with a small context of its own, for what needs its weights only."""
+    """Yield the model with a small context, for verbs that need its weights only."""
     settings: dict[str, Any] = {"n_ctx": 512, "verbose": verbose}
     settings |= offloading(loading, devices) | loading.settings() | devices.settings()
     with closing(create_llama(model_path=path, **settings)) as llm:
@@ -64,7 +64,7 @@ def load_model(path: str, *, loading: WeightOptions, devices: DeviceOptions, ver
 
 @contextmanager
 def open_model(path: str, opening: OpeningOptions, log: LogOptions, **served: Any) -> Iterator[Any]:
-    """The loaded model, closed at the end. served: fields of KVFlashConfig that only a server has options for.
+    """Yield the loaded model, and close it at the end. served: fields of KVFlashConfig that only a server sets.
 
     Raises:
         KVFlashError, ValueError: a setting, the library or the file is not usable.
@@ -88,7 +88,7 @@ def keywords(path: str, opening: OpeningOptions, *, quiet: bool) -> dict[str, An
 
 
 def offloading(loading: WeightOptions, devices: DeviceOptions) -> dict[str, Any]:
-    """The keywords of `Llama` that say how many layers are offloaded, or that it is to find what fits."""
+    """Return the keywords of `Llama` for the layers on devices: their number, or that fitting finds it."""
     check_first_run(repack=loading.repack)
     fits, leaves = devices.fit, devices.fit_target is not None or devices.device_memory is not None
     if leaves and (fits is False or not devices.fits_layers):
@@ -126,15 +126,15 @@ def has_chat_template(llm: Any) -> bool:
 
 
 def first_seed(seed: int) -> int:
-    """The seed of the first answer; a random one for -1."""
+    """Return the seed of the first answer; a random one for -1."""
     return random.SystemRandom().randrange(0xFFFFFFFF) if seed == -1 else seed
 
 
 @contextmanager
 def plain_errors(*, verbose: bool) -> Iterator[None]:
-    """What a user can cause ends with its message and exit code 1, or 2 for a server that cannot be used.
+    """End errors that a user can cause with their message and exit code 1, or 2 for an unusable server.
 
-    `-v` adds the traceback.
+    verbose: print the traceback too.
     """
     try:
         yield
@@ -148,7 +148,7 @@ def plain_errors(*, verbose: bool) -> Iterator[None]:
 
 
 def in_words(error: BaseException) -> str:
-    """The error's text, with the option that helps. What the system refuses becomes a sentence without its number."""
+    """Return the text of an error, with the option that helps. An error of the system becomes a sentence."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         name = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
         helps = "Make room there." if error.errno == errno.ENOSPC else "Check the name, and who may use it."
@@ -162,13 +162,13 @@ def in_words(error: BaseException) -> str:
 
 
 def log_to_stderr(output: LogOptions) -> None:
-    """The package's log: warnings, with -v everything, with -q errors only."""
+    """Show the package's log on stderr: warnings, with -v everything, with -q errors only."""
     level = logging.DEBUG if output.verbose else logging.ERROR if output.quiet else logging.WARNING
     logs.show_on(_LogHandler(output), level)
 
 
 def log_requests(name: str, output: LogOptions) -> None:
-    """A server's log, one line of JSON a request, beside the package's."""
+    """Show a server's log on stderr too, one line of JSON a request."""
     logger = logging.getLogger(name)
     logger.handlers[:] = [_LogHandler(output)]
     logger.propagate = False
@@ -176,7 +176,7 @@ def log_requests(name: str, output: LogOptions) -> None:
 
 
 class _LogHandler(logging.Handler):
-    """To stderr, and to the file that was asked for. UsageError if it cannot be written."""
+    """Writes to stderr, and to --log-file. UsageError if that cannot be written."""
 
     def __init__(self, output: LogOptions) -> None:
         super().__init__()

@@ -22,9 +22,9 @@ STDIN = Path("-")
 def model_and_words(
     option: str | None, repository: HubModel | None, arguments: Sequence[str]
 ) -> tuple[str | HubModel, str | None]:
-    """The model's path or its name on a hub, and the prompt that was given as an argument.
+    """Return the model's path or hub name, and the prompt that was given as an argument.
 
-    `-m` and `-hf` take the model's place, so that the only argument left is the prompt.
+    With `-m` or `-hf` the only argument is the prompt.
     """
     given = list(arguments)
     if option is not None and repository is not None:
@@ -38,7 +38,7 @@ def model_and_words(
 
 
 def read_prompt(words: str | None, prompt: str | None, files: Sequence[Path], *, use_stdin: bool) -> str | None:
-    """Files in their order or piped text first, then the prompt: documents, then a question. None: no text.
+    """Return files in their order or piped text, and then the prompt: documents, then a question. None for no text.
 
     words: the argument. A pipe is read for it, or when nothing else was given, or for `-f -`;
     `-p` and `-f FILE` leave stdin alone, so that a loop over lines of stdin keeps them.

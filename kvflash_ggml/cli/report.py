@@ -60,13 +60,13 @@ def version_line() -> str:
 
 
 def computes_on(info: dict[str, Any]) -> str:
-    """The GPU backends of a build, or CPU."""
+    """Return the GPU backends of a build, or CPU."""
     gpus = [name.upper() for name in info.get("backends", ()) if name not in library.HOST_BACKENDS]
     return ", ".join(gpus) or "CPU"
 
 
 def closing_line(answer: Answer, stats: Any) -> str:
-    """Speeds and, with a pool, residency and traffic."""
+    """Return speeds and, with a pool, residency and transfers, in one line."""
     parts = [
         _speed("prompt", answer.evaluated, answer.prompt_per_second),
         _speed("generation", answer.generated, answer.generated_per_second),
@@ -87,7 +87,7 @@ def closing_line(answer: Answer, stats: Any) -> str:
 
 @contextmanager
 def recorded(llm: Any, path: Path | None, *, title: str) -> Iterator[None]:
-    """Record what is resident when, and write it to `path` at the end, however it ends. None: do nothing."""
+    """Record which chunks are resident when, and write that to `path` at the end, after errors too. Not for None."""
     if path is None:
         yield
         return
@@ -108,7 +108,7 @@ def residency(stats: Any) -> list[str]:
 
 
 def losses(last: Any) -> list[str]:
-    """What a request has lost against full attention: how its prompt was read, and what ranked it."""
+    """Return what a request has lost against full attention: how its prompt was read, and what ranked its chunks."""
     parts = []
     if last.previewed:
         parts.append(f"preview: read {100 * last.read / last.previewed:.0f} % of {last.previewed:,} tokens")
@@ -121,7 +121,7 @@ def losses(last: Any) -> list[str]:
 
 
 def drafts(spec: Any) -> list[str]:
-    """What drafts have won, or why there were none."""
+    """Return what drafts have won, or why there were none."""
     if spec is None:
         return []
     last = spec.last
@@ -135,13 +135,13 @@ def drafts(spec: Any) -> list[str]:
 
 
 def _won(last: Any, where: str = "") -> str:
-    """Who has drafted, and what came of it."""
+    """Return which drafters were used, and how many tokens were accepted."""
     share = f"{last.rate * 100:.0f} % accepted"
     return f"{', '.join(last.by_source)}{where}: {last.mean_length:.1f} tokens a step ({share})"
 
 
 def counters(stats: Any) -> dict[str, Any] | None:
-    """The pool's numbers, None when it is off."""
+    """Return the counters of the pool, None without one."""
     if stats is None:
         return None
     last = {**asdict(stats.last), "view": stats.last.view}
@@ -154,7 +154,7 @@ def counters(stats: Any) -> dict[str, Any] | None:
 
 
 def spec_counters(spec: Any) -> dict[str, Any] | None:
-    """What drafts have won, None without speculative decoding."""
+    """Return the counters of drafts, None without speculative decoding."""
     if spec is None:
         return None
     nested = {} if spec.on_pool is None else {"on_pool": spec_counters(spec.on_pool)}
@@ -176,7 +176,7 @@ def spec_counters(spec: Any) -> dict[str, Any] | None:
 def document(
     answer: Answer, *, model: str, n_ctx: int, load_s: float, stats: Any, snapshot: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The result of one run, for machines. Times are seconds."""
+    """Return the result of one run for programs. Times are seconds."""
     return {
         "model": model,
         "text": answer.text,
@@ -210,14 +210,14 @@ def _speed(what: str, tokens: int, per_second: float) -> str:
 
 
 def dry_run(path: str, settings: dict[str, Any], *, as_json: bool) -> int:
-    """Say what would go where with these keywords of `Llama`. The exit code: 0, or DOES_NOT_FIT. No weight is read."""
+    """Print where a model would go with these keywords of `Llama`. Return the exit code: 0, or DOES_NOT_FIT."""
     found = predicted(path, settings)
     say(placement_lines(path, found), {"model": path, **found}, as_json=as_json)
     return 0 if found["fits"] else DOES_NOT_FIT
 
 
 def predicted(path: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """A placement as a document, its "table" and whether it "fits"; if not, "why"."""
+    """Return a placement as a document with "table" and "fits"; if it does not fit, with "why". Reads no weight."""
     from ..llama.fitting import without_loading
     from ..placement.table import document, table
 
@@ -229,7 +229,7 @@ def predicted(path: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def placement_lines(path: str, found: dict[str, Any]) -> list[str]:
-    """What `predicted` has found, for people."""
+    """Return what `predicted` has found, as lines for people."""
     if not found["fits"]:
         return [f"does not fit: {found['why']}"]
     stock = f"llama.cpp, with a full cache: {shlex.join(['llama-cli', '-m', path, *found['options']])}"
@@ -242,9 +242,9 @@ def placement_lines(path: str, found: dict[str, Any]) -> list[str]:
 def tell(
     files: Iterable[Path], describe: Callable[[Path], Facts], rows: Callable[[Facts], object], *, as_json: bool
 ) -> bool:
-    """Describe each of the files on stdout. What is wrong with one goes to stderr; True if nothing was with any.
+    """Describe each file on stdout, and errors on stderr. Return whether all files are sound.
 
-    rows: tells of a file for people, below its name.
+    rows: prints the facts of a file for people, below its name.
     """
     documents: list[dict[str, Any]] = []
     sound = True
@@ -266,5 +266,5 @@ def tell(
 
 
 def row(name: str, text: str) -> None:
-    """One of the rows below a file's name."""
+    """Print a row below the name of a file."""
     click.echo(f"  {name:{_WIDTH}}{text}")

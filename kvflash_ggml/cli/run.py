@@ -41,7 +41,7 @@ from .terminal import busy, end_answer, note, print_piece, size_text, stderr_is_
 
 
 class SessionFile:
-    """options: None, or without a file, for a run that keeps nothing. Every method does nothing then."""
+    """The file of --snapshot. options: None, or without a file: every method does nothing then."""
 
     def __init__(self, options: SnapshotOptions | None, *, quiet: bool) -> None:
         self._path = None if options is None else options.snapshot
@@ -54,7 +54,7 @@ class SessionFile:
         self._saved: dict[str, Any] | None = None
 
     def check(self) -> None:
-        """Find what cannot work before a model is loaded. Raises KVFlashError."""
+        """Raise KVFlashError for what cannot work, before a model is loaded."""
         if self._path is None:
             return
         self._there = self._path.exists()
@@ -68,7 +68,7 @@ class SessionFile:
                 codec.require()
 
     def load(self, llm: Any) -> None:
-        """Go on from the file, if it was there. KVFlashError if it is not of this model."""
+        """Restore the session in the file, if there was one. KVFlashError if it is of another model."""
         if self._path is None or not self._there:
             return
         began = time.perf_counter()
@@ -83,7 +83,7 @@ class SessionFile:
         self._say(f"kvflash: restored {count} tokens from {self._path} in {seconds:.2f} s")
 
     def save(self, llm: Any) -> None:
-        """Save the session, if there is anything new in it. KVFlashError if that fails; the file is as it was then."""
+        """Save the session if it has changed. KVFlashError if that fails; the old file stays then."""
         if self._path is None or self._only_read or _tokens(llm) == self._tokens:
             return
         began = time.perf_counter()
@@ -94,7 +94,7 @@ class SessionFile:
         self._say(f"kvflash: saved {llm.n_tokens} tokens to {self._path}: {size_text(size)} in {seconds:.2f} s")
 
     def document(self) -> dict[str, Any] | None:
-        """What was done, for machines; None without a file."""
+        """Return what was restored and saved, for programs; None without a file."""
         if self._path is None:
             return None
         return {"file": str(self._path), "restored": self._restored, "saved": self._saved}
@@ -281,7 +281,7 @@ def run(
 
 
 def _say_how_it_was_loaded(llm: Any) -> None:
-    """With a pool, or where something was decided."""
+    """Note how the model was loaded, with a pool or where fitting has decided something."""
     if llm.kvflash is not None:
         note(llm.kvflash.banner())
     elif llm.placement is not None:

@@ -23,20 +23,20 @@ from .serving import Job, serve_model
 from .terminal import note
 
 if TYPE_CHECKING:
-    from ..server.shelf import Shelved
+    from ..server.model_folder import FolderModel
 
 STORE_S = 600.0
-"""For a process to store its conversations, beyond --drain; then it is killed."""
+"""Seconds beyond --drain that a process has to store its conversations; then it is killed."""
 
 
 def serve_folder(job: Job, folder: Path, sock: socket.socket, *, idle_s: float | None) -> None:
-    """Serve the models of a folder until a signal. Without a folder for conversations they are kept for so long only.
+    """Serve the models of a folder until a signal. Without --session-dir conversations are lost then.
 
     ClickException for a folder without models.
     """
-    from ..server import requestlog, router, shelf
+    from ..server import model_folder, requestlog, router
 
-    models = shelf.models(folder)
+    models = model_folder.models(folder)
     if not models:
         raise click.ClickException(f"{folder} has no model: put .gguf files into it, or a folder for each split one")
     if not job.log.quiet:
@@ -44,7 +44,7 @@ def serve_folder(job: Job, folder: Path, sock: socket.socket, *, idle_s: float |
     processes: list[asyncio.subprocess.Process] = []
     with _sessions(job) as sessions:
 
-        async def start(model: Shelved) -> Process:
+        async def start(model: FolderModel) -> Process:
             opening = replace(job.opening, loading=replace(job.opening.loading, mmproj=model.projector))
             settings = replace(
                 job.settings, alias=model.name, host="127.0.0.1", port=0, cors=(), ssl_key_file=None,
@@ -72,7 +72,7 @@ def serve_folder(job: Job, folder: Path, sock: socket.socket, *, idle_s: float |
 
 @contextmanager
 def _sessions(job: Job) -> Iterator[Path | None]:
-    """The folder for conversations; None where a store has them."""
+    """Yield the folder for conversations; None where a store keeps them."""
     if job.settings.session_dir is not None or job.settings.store is not None:
         yield job.settings.session_dir
         return
@@ -86,7 +86,7 @@ def _sessions(job: Job) -> Iterator[Path | None]:
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """A process that serves one model. When its input ends, it lets answers end, stores its conversations and ends."""
+    """A process that serves one model. At the end of its input it lets answers end, stores conversations and ends."""
 
     port: int
     n_ctx: int
@@ -145,7 +145,7 @@ _CHILD = "import sys; sys.path[:] = {path!r}\nfrom kvflash_ggml.cli.several impo
 
 
 def main() -> None:
-    """Serve the model that standard input names, until that ends. Standard output gets one line of JSON."""
+    """Serve the model that standard input names, until standard input ends. Print one line of JSON."""
     from ..server.start import listen
 
     reports = os.fdopen(os.dup(1), "w", encoding="utf-8")

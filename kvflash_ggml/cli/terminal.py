@@ -32,32 +32,32 @@ def stdout_is_terminal() -> bool:
 
 
 def stderr_is_terminal() -> bool:
-    """One on which a line can be redrawn."""
+    """Report whether stderr is a terminal that can redraw a line."""
     return _is_terminal(sys.stderr) and not is_dumb()
 
 
 def is_dumb() -> bool:
-    """Does the terminal show control codes instead of doing what they say?"""
+    """Report whether the terminal shows control codes instead of obeying them."""
     return os.environ.get("TERM") == "dumb"
 
 
 def note(text: str) -> None:
-    """One line on stderr, dim on a terminal."""
+    """Print one line on stderr, dim on a terminal."""
     click.secho(text, err=True, dim=True)
 
 
 def print_piece(text: str) -> None:
-    """A piece of the answer on stdout, flushed."""
+    """Print a piece of the answer on stdout, and flush."""
     click.echo(text, nl=False)
 
 
 def end_answer(text: str, *, streamed: bool) -> None:
-    """What is still missing of the answer on stdout: all of it, or the end of its last line."""
+    """Print the rest of the answer on stdout: all of it, or the end of its last line."""
     click.echo("" if streamed else text, nl=bool(text) and not text.endswith("\n"))
 
 
 def size_text(size: int) -> str:
-    """Bytes for people: 55.9 MiB."""
+    """Return bytes for people, as 55.9 MiB."""
     for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size >= 1 << shift:
             return f"{size / (1 << shift):.1f} {unit}"
@@ -66,7 +66,7 @@ def size_text(size: int) -> str:
 
 @contextmanager
 def typed_lines_kept() -> Iterator[None]:
-    """Ctrl-C does not throw away the lines that were typed ahead, as a terminal does otherwise."""
+    """Keep the lines that were typed ahead, which a terminal drops at Ctrl-C."""
     if not stdin_is_terminal():
         yield
         return
@@ -76,7 +76,7 @@ def typed_lines_kept() -> Iterator[None]:
 
 @contextmanager
 def busy(text: str, *, shown: bool) -> Iterator[None]:
-    """A line on stderr while something is done that cannot tell how far it is."""
+    """Show a line on stderr during work that reports no progress."""
     if shown:
         click.secho(f"{text} ...", err=True, dim=True, nl=False)
     try:
@@ -87,15 +87,16 @@ def busy(text: str, *, shown: bool) -> Iterator[None]:
 
 
 def _minutes(seconds: float) -> str:
-    """As 1:05, or 1:01:05."""
+    """Return seconds as 1:05, or 1:01:05."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
 class ReadingTime:
-    """What a text takes to be read, from its first steps: a token costs a part of its own and one of all that it sees.
+    """Predicts how long a text takes to read, from its first steps.
 
-    So n tokens take a n + b n^2 seconds, by least squares over what was seen.
+    A token costs a constant, and a part for each token that it sees: n tokens take a n + b n^2 seconds.
+    Least squares over the samples give a and b.
     """
 
     def __init__(self) -> None:
@@ -103,7 +104,7 @@ class ReadingTime:
         self.samples = 0
 
     def add(self, n: int, seconds: float) -> None:
-        """The first n tokens took so long."""
+        """Add a sample: the first n tokens took this many seconds."""
         self._s2 += n**2
         self._s3 += n**3
         self._s4 += n**4
@@ -112,7 +113,7 @@ class ReadingTime:
         self.samples += 1
 
     def seconds(self, n: int, *, seen: int | None = None) -> float:
-        """Of n tokens, each of which sees all before it, or `seen` tokens at most. There has been a sample."""
+        """Return the time of n tokens, each of which sees all before it, or `seen` tokens at most. Needs a sample."""
         a, b = self._costs()
         seen = n if seen is None else min(seen, n)
         return a * n + b * (seen**2 + 2 * seen * (n - seen))
@@ -132,8 +133,8 @@ class ReadingTime:
 class Progress:
     """Percent, speed and time left of some work, redrawn in place, and erased at the end of a `with`.
 
-    unit: of what is counted; bytes that are shown as "MiB". pool: tokens of the pool that reads, None without one.
-    exact: does a token of a prompt see more than the pool? What takes long then names the option that is faster.
+    unit: of what is counted; "MiB" of bytes. pool: tokens of the pool that reads, None without one. exact: a token of a
+    prompt sees more than the pool; if that takes long, the line names the faster option.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class Progress:
         self._drawn_at, self._drawn = now, True
 
     def _left(self, done: int, total: int) -> str:
-        """What it still takes, once that can be told."""
+        """Return the time that is left, once there are enough samples."""
         if self._time.samples < _SAMPLES:
             return ""
         seen = None if self._exact else self._pool

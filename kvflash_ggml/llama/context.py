@@ -1,4 +1,4 @@
-"""The seam to llama-cpp-python: a context whose memory belongs to a session."""
+"""The seam to llama-cpp-python: a context whose memory belongs to a sequence."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ _paged: weakref.WeakValueDictionary[int, PagedContext] = weakref.WeakValueDictio
 
 
 class PagedContext(internals.LlamaContext):
-    """Takes over an upstream context. What changes the memory goes to the session; the rest is inherited."""
+    """Takes over an upstream context. Calls that change the memory go to the sequence; the rest is inherited."""
 
-    def __init__(self, base: internals.LlamaContext, session: Sequence) -> None:
+    def __init__(self, base: internals.LlamaContext, sequence: Sequence) -> None:
         # not upstream's __init__, which would make a second native context: share the one that exists
         self.__dict__.update(base.__dict__)
-        self.session = session
+        self.sequence = sequence
         address = ctypes.cast(self.ctx, ctypes.c_void_p).value or 0
         _paged[address] = self
         self._exit_stack.callback(_paged.pop, address, None)
 
     def decode(self, batch: internals.LlamaBatch) -> NoReturn:
         raise KVFlashError(
-            "this context is paged, so a batch cannot be decoded behind the session's back: use Llama.eval, or "
+            "this context is paged, so a batch cannot be decoded behind the pool's back: use Llama.eval, or "
             "kvflash=None for code that decodes on its own (multimodal handlers, parallel sequences)"
         )
 
     def kv_cache_clear(self) -> None:
-        self.session.reset()
+        self.sequence.reset()
 
     def kv_cache_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:
         """Remove positions [p0, p1). True if exactly that was done; only the end of the text can be removed."""
-        length = self.session.length
+        length = self.sequence.length
         p0 = max(p0, 0)
         if p0 >= length:
             return True
-        if 0 <= p1 < length or not self.session.can_truncate(p0):
+        if 0 <= p1 < length or not self.sequence.can_truncate(p0):
             return False
-        return self.session.truncate(p0) == p0
+        return self.sequence.truncate(p0) == p0
 
     def kv_cache_seq_cp(self, seq_id_src: int, seq_id_dst: int, p0: int, p1: int) -> NoReturn:
         raise KVFlashError("a pool holds one sequence: copying sequences needs kvflash=None")

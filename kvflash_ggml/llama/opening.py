@@ -32,7 +32,7 @@ from ..state.session import SessionState
 from .call_lock import CallLock
 from .context import PagedContext, take_closing
 from .reader import Reader
-from .reading import open_session
+from .reading import open_sequence
 from .saving import Saver
 from .speculating import make_speculator, open_drafting
 
@@ -61,7 +61,7 @@ def open_pool(llm: Any, size: PoolSize, beside: Pool | None = None) -> None:
         beside=beside,
         fixed_rows=config.deterministic_batch,
     )
-    sequence = open_session(llm, config, pool, llm._scorer)
+    sequence = open_sequence(llm, config, pool, llm._scorer)
     context = llm._ctx
     _open_text(llm, sequence)
     llm._reader.speculator = sequence.follower = make_speculator(llm, llm._reader, config, llm._drafting)
@@ -118,7 +118,7 @@ def open_beside(llm: Any, seq: int) -> Any:
     made._reader = Reader(made)
     made._saver = Saver(made._reader)
     made._scorer = policy.resolve(config.policy)
-    _open_text(made, open_session(made, config, first.pool, made._scorer, seq=seq, reading=first.reading))
+    _open_text(made, open_sequence(made, config, first.pool, made._scorer, seq=seq, reading=first.reading))
     speculator = make_speculator(made, made._reader, config, llm._drafting, llm._reader.speculator)
     if speculator is not None:
         speculator.lend(ANOTHER)

@@ -44,8 +44,8 @@ class PoolDrafter:
     @property
     def able(self) -> bool:
         """Does a step see more than the pool, and is there more?"""
-        session = self._reader.sequence
-        return session is not None and session.reading.answers_exactly and not session.sees_everything
+        sequence = self._reader.sequence
+        return sequence is not None and sequence.reading.answers_exactly and not sequence.sees_everything
 
     @property
     def _reader(self) -> Reader:

@@ -45,7 +45,7 @@ class Room:
         return max(0, self.free) // SHARE // self.slot_bytes // POOL_STEP * POOL_STEP
 
 
-def open_session(
+def open_sequence(
     llm: Llama,
     config: KVFlashConfig,
     pool: Pool,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .errors import ApiError
-from .shelf import Shelved
+from .model_folder import FolderModel
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -44,7 +44,7 @@ class Loaded:
     used: when it last ended an answer. leaves: it is unloaded once no answer runs.
     """
 
-    model: Shelved
+    model: FolderModel
     engine: Engine
     until: float
     used: float
@@ -54,13 +54,13 @@ class Loaded:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    model: Shelved
+    model: FolderModel
     granted: asyncio.Future[Loaded]
 
 
 @dataclass(slots=True, frozen=True)
 class _Failed:
-    model: Shelved
+    model: FolderModel
     why: str
     when: float
 
@@ -77,7 +77,7 @@ class Engines:
 
     def __init__(
         self,
-        start: Callable[[Shelved], Awaitable[Engine]],
+        start: Callable[[FolderModel], Awaitable[Engine]],
         *,
         most: int,
         wait_s: float,
@@ -120,7 +120,7 @@ class Engines:
         return None if left == float("inf") else left
 
     @asynccontextmanager
-    async def turn(self, model: Shelved) -> AsyncIterator[Loaded]:
+    async def turn(self, model: FolderModel) -> AsyncIterator[Loaded]:
         """Wait until a model is loaded, and keep it loaded. ApiError if it cannot be, or not in time."""
         self._check(model)
         one = _Waiting(model, asyncio.get_running_loop().create_future())
@@ -141,7 +141,7 @@ class Engines:
                 loaded.used = self._clock()
             self.wake()
 
-    def _check(self, model: Shelved) -> None:
+    def _check(self, model: FolderModel) -> None:
         if self._closing:
             raise _ending()
         failed = self._failed.get(model.name)
@@ -205,7 +205,7 @@ class Engines:
             elif not stays:
                 return
 
-    def _next(self) -> Shelved | None:
+    def _next(self) -> FolderModel | None:
         """Return the model to load now; None if another one still has its turn, or no request waits."""
         loaded = self._loaded
         if not self._waiting or (loaded is not None and (loaded.answers or self._clock() < loaded.until)):
@@ -228,7 +228,7 @@ class Engines:
         left = loaded.until - self._clock() if self._waiting else self._idle_left(loaded)
         return None if left == float("inf") else max(left, 0.001)
 
-    async def _load(self, model: Shelved) -> None:
+    async def _load(self, model: FolderModel) -> None:
         began, self.loading = self._clock(), model.name
         try:
             await self._unload()

@@ -18,16 +18,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from . import about, events, markdown, ollama, shelf
+from . import about, events, markdown, model_folder, ollama
 from .app import ANSWERS, guarded
 from .engines import Engine, Engines, Loaded
 from .errors import ApiError, invalid
 from .forward import forward
 from .guard import OPEN_PATHS
 from .intake import KEY, TAKEN, Intake
+from .model_folder import FolderModel
 from .run import run
 from .settings import ServerSettings
-from .shelf import Shelved
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -55,14 +55,14 @@ class Router(Intake):
         self.engines = engines
         self.n_ctx = n_ctx
 
-    async def models(self, http: HttpRequest) -> dict[str, Shelved]:
+    async def models(self, http: HttpRequest) -> dict[str, FolderModel]:
         """The models by name, in their order."""
         try:
-            return await self.work(http, shelf.models, self.folder)
+            return await self.work(http, model_folder.models, self.folder)
         except OSError as err:
             raise ApiError(503, f"the folder of the models cannot be read: {err.strerror}", code="no_models") from None
 
-    async def model(self, http: HttpRequest, wanted: Any) -> Shelved:
+    async def model(self, http: HttpRequest, wanted: Any) -> FolderModel:
         """The model of a name; without one, that which is loaded, or was, or the first. ApiError if there is none."""
         models, engines = await self.models(http), self.engines
         if wanted in (None, ""):
@@ -80,14 +80,14 @@ class Router(Intake):
             raise about.unknown(wanted, [*models])
         return found
 
-    async def head(self, http: HttpRequest, model: Shelved) -> shelf.Head:
-        return await self.work(http, shelf.head, model)
+    async def head(self, http: HttpRequest, model: FolderModel) -> model_folder.Head:
+        return await self.work(http, model_folder.head, model)
 
 
 class Forwarded(Response):
     """The answer of a model's process. model: it gets a turn first; None for the one at `port`, whatever it does."""
 
-    def __init__(self, router: Router, body: bytes | bytearray, model: Shelved | None, port: int = 0) -> None:
+    def __init__(self, router: Router, body: bytes | bytearray, model: FolderModel | None, port: int = 0) -> None:
         self.status_code = 200
         self.background = None
         self._router, self._body, self._model, self._port = router, body, model, port
@@ -184,7 +184,7 @@ async def _look(router: Router, request: HttpRequest) -> Response:
     return Forwarded(router, body, None, loaded.engine.port)
 
 
-async def _named(router: Router, request: HttpRequest) -> Shelved:
+async def _named(router: Router, request: HttpRequest) -> FolderModel:
     asked = await router.body(request)
     wanted = (asked.get("model") or asked.get("name")) if isinstance(asked, dict) else None
     if not wanted:
@@ -230,7 +230,7 @@ async def _tags(router: Router, request: HttpRequest) -> Response:
     return JSONResponse({"models": [await _tag(router, request, model) for model in models]})
 
 
-async def _tag(router: Router, request: HttpRequest, model: Shelved) -> dict[str, Any]:
+async def _tag(router: Router, request: HttpRequest, model: FolderModel) -> dict[str, Any]:
     return ollama.entry(model.name, model.changed / 1e9, (await router.head(request, model)).facts)
 
 
@@ -260,7 +260,7 @@ def serve(
     folder: Path,
     settings: ServerSettings,
     sock: socket.socket,
-    start: Callable[[Shelved], Awaitable[Engine]],
+    start: Callable[[FolderModel], Awaitable[Engine]],
     *,
     n_ctx: int,
     idle_s: float | None,

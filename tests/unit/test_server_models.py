@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 from support.asgi import Client
 
-from kvflash_ggml.server import shelf
+from kvflash_ggml.server import model_folder
 from kvflash_ggml.server.app import ANSWERS
 from kvflash_ggml.server.engines import FAILED_S, EngineError, Engines
 from kvflash_ggml.server.errors import ApiError
+from kvflash_ggml.server.model_folder import FolderModel
 from kvflash_ggml.server.router import Router, make_router
 from kvflash_ggml.server.settings import ServerSettings
-from kvflash_ggml.server.shelf import Shelved
 
 MODELS = Path(__file__).parents[1] / "models"
 
 
-def shelved(name: str, changed: int = 0) -> Shelved:
-    return Shelved(name=name, path=Path(f"{name}.gguf"), size=1, changed=changed)
+def shelved(name: str, changed: int = 0) -> FolderModel:
+    return FolderModel(name=name, path=Path(f"{name}.gguf"), size=1, changed=changed)
 
 
 A, B, C = map(shelved, "abc")
@@ -44,7 +44,7 @@ class Fake:
     port: int = 0
     engines: dict[str, Any] = field(default_factory=dict)
 
-    async def start(self, model: Shelved) -> Any:
+    async def start(self, model: FolderModel) -> Any:
         fake, name = self, model.name
         self.told.append(f"load {name}")
         try:
@@ -72,12 +72,12 @@ class Fake:
 class Visit:
     """A request that holds its turn until it is let go."""
 
-    def __init__(self, engines: Engines, model: Shelved) -> None:
+    def __init__(self, engines: Engines, model: FolderModel) -> None:
         self._let_go = asyncio.Event()
         self.began = asyncio.Event()
         self.task = asyncio.ensure_future(self._run(engines, model))
 
-    async def _run(self, engines: Engines, model: Shelved) -> None:
+    async def _run(self, engines: Engines, model: FolderModel) -> None:
         async with engines.turn(model):
             self.began.set()
             await self._let_go.wait()
@@ -343,12 +343,12 @@ def test_names_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "lost.gguf").symlink_to(tmp_path / "nowhere")
     with suppress(OSError, UnicodeEncodeError):
         (tmp_path / "bad\udcff.gguf").touch()
-    found = shelf.models(tmp_path)
+    found = model_folder.models(tmp_path)
     assert sorted(found) == ["B c", "a", "a/z", "big", "one", "split", "two/x", "two/y"]
     assert found["big"].path.name == "big-00001-of-00002.gguf"
     seen = {name: one.projector.name for name, one in found.items() if one.projector is not None}
     assert seen == {"a": "mmproj-a.gguf", "one": "mmproj-x.gguf", "two/y": "mmproj-y.gguf"}
-    assert shelf.head(found["a"]).facts == {}
+    assert model_folder.head(found["a"]).facts == {}
 
 
 def test_a_folder_that_cannot_be_read_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,14 +362,14 @@ def test_a_folder_that_cannot_be_read_hides_no_other(tmp_path: Path, monkeypatch
         return whole(path)
 
     monkeypatch.setattr(Path, "iterdir", iterdir)
-    assert set(shelf.models(tmp_path)) == {"a"}
+    assert set(model_folder.models(tmp_path)) == {"a"}
 
 
 def test_drafters_are_no_models() -> None:
-    found = shelf.models(MODELS)
+    found = model_folder.models(MODELS)
     assert {"recall-qwen3-q8_0", "recall-qwen35-q8_0"} <= set(found)
     assert not {"recall-dflash", "recall-eagle3-q8_0"} & set(found)
-    head = shelf.head(found["recall-qwen3-q8_0"])
+    head = model_folder.head(found["recall-qwen3-q8_0"])
     assert (head.facts["architecture"], head.n_ctx, bool(head.template)) == ("qwen3", 131072, True)
 
 

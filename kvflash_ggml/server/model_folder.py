@@ -18,7 +18,7 @@ _PART = re.compile(r"(.+)-([0-9]{5})-of-[0-9]{5}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shelved:
+class FolderModel:
     """A model of a folder. name: as requests call it. path: its first file. size: of that, in bytes.
 
     changed: when the file was written, in ns. projector: of its images; None for a model that reads text only.
@@ -46,7 +46,7 @@ class Head:
 _UNKNOWN = Head(facts=MappingProxyType({}), n_ctx=0, template="", fills=False)
 
 
-def models(folder: Path) -> dict[str, Shelved]:
+def models(folder: Path) -> dict[str, FolderModel]:
     """The models in a folder, by name: of a file its stem, of a folder with one model the folder's name.
 
     A folder with several has them as folder/stem. Parts of a split model are one. Projectors, drafters and hidden files
@@ -54,14 +54,14 @@ def models(folder: Path) -> dict[str, Shelved]:
     mmproj*.gguf where the model has a folder of its own. OSError for a folder that cannot be read.
     """
     entries = sorted(folder.iterdir())
-    found = {one.name: one for path in entries if (one := _shelved(path)) is not None}
+    found = {one.name: one for path in entries if (one := _model(path)) is not None}
     for inner in entries:
         if not inner.name.startswith(".") and inner.is_dir():
             try:
                 inside = sorted(inner.iterdir())
             except OSError:  # as lost+found
                 continue
-            several = [one for path in inside if (one := _shelved(path)) is not None]
+            several = [one for path in inside if (one := _model(path)) is not None]
             projector = next((path for path in inside if path.match("mmproj*.gguf")), None)
             alone = len(several) == 1 and inner.name not in found and _written(inner.name)
             for one in several:
@@ -71,7 +71,7 @@ def models(folder: Path) -> dict[str, Shelved]:
     return found
 
 
-def _shelved(path: Path) -> Shelved | None:
+def _model(path: Path) -> FolderModel | None:
     name, part = path.stem, _PART.fullmatch(path.stem)
     if part is not None:
         name = part[1]
@@ -86,7 +86,7 @@ def _shelved(path: Path) -> Shelved | None:
         return None
     beside = path.with_name(f"mmproj-{name}.gguf")
     projector = beside if beside.is_file() else None
-    one = Shelved(name=name, path=path, size=told.st_size, changed=told.st_mtime_ns, projector=projector)
+    one = FolderModel(name=name, path=path, size=told.st_size, changed=told.st_mtime_ns, projector=projector)
     return one if _reads_alone(one) else None
 
 
@@ -96,12 +96,12 @@ def _written(name: str) -> bool:
 
 
 @lru_cache(256)
-def _reads_alone(one: Shelved) -> bool:
+def _reads_alone(one: FolderModel) -> bool:
     return purpose.reads_alone(one.path)
 
 
 @lru_cache(256)
-def head(one: Shelved) -> Head:
+def head(one: FolderModel) -> Head:
     """What the head of a model's file says; of a file that cannot be read, nothing."""
     try:
         file = reader.read(one.path)
