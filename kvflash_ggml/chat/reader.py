@@ -17,18 +17,18 @@ from .values import Call, Delta, Grammar, Said
 logger = logging.getLogger("kvflash_ggml")
 
 PAUSE_S = 0.05
-"""Between two readings of an answer, and ten times as long as a reading takes."""
+"""Seconds between two readings of an answer; it is ten times as long as a reading takes, if that is more."""
 
 PATIENCE = 3
-"""Readings that may fail one after the other: a parser may understand what it did not understand before."""
+"""Readings in a row that may fail: a parser may understand more text that it did not understand before."""
 
 _UNSURE = '"}] \n\r\t\\'
-"""What a parser may have added to arguments that are not complete, or may still change."""
+"""Characters that a parser may have added to incomplete arguments, or may still change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedCall:
-    """closed: nothing more can belong to it."""
+    """A call of a function, as a parser reads it. closed: no more text can belong to it."""
 
     name: str
     arguments: str
@@ -38,10 +38,10 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """What a parser makes of a text, or of its beginning, which takes all of `content` and `reasoning`.
+    """What a parser makes of an answer, or of its beginning.
 
-    read: bytes up to the end of the last part that is told. plain: bytes up to the first call that is not closed.
-    first: bytes up to the first call.
+    read: bytes up to the end of the last part that it has. plain: bytes up to the first call that is not closed. first:
+    bytes up to the first call.
     """
 
     content: str = ""
@@ -53,14 +53,14 @@ class Parsed:
 
 
 Parse = Callable[[str], "Parsed | None"]
-"""Reads a text from its beginning; None if no answer begins so."""
+"""Parses a text from its beginning; returns None if no answer begins so."""
 
 
 class AnswerReader:
-    """Use one for each answer, on one thread at a time. No call raises for anything that a model may write.
+    """Reads one answer, on one thread at a time. No call raises for anything that a model may write.
 
-    parse: None for content alone. marks: words of the format, which are told nowhere. odd: was something not
-    understood, and became content? The answer has then ended by "stop", not by its calls.
+    parse: None for content alone. marks: words of the format, which are no part of an answer. odd: text that no parser
+    understood has become content; the answer ends by "stop" then, not by its calls.
     """
 
     def __init__(
@@ -85,20 +85,20 @@ class AnswerReader:
 
     @property
     def called(self) -> bool:
-        """Does the answer end by its calls? Not where something else was told behind or within them."""
+        """Whether the answer ends by its calls. It does not where other text is behind or within them."""
         return bool(self._calls) and not self.odd
 
     @property
     def said(self) -> Said:
-        """What all deltas so far come to. At the end, the whole answer."""
+        """The sum of all deltas so far: at the end, the whole answer."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
         return Said(content=content, reasoning=reasoning, calls=tuple(self._calls))
 
     def push(self, text: str, *, end: bool = False, stopped: bool = False) -> list[Delta]:
         """Take more text of the answer, and return what that adds to it.
 
-        end: with the last text, if only empty. stopped: it ends at a stop string or by itself, not at a limit: a call
-        that is cut off there is content, as far as none of it has been told.
+        end: this text, which may be empty, is the last. stopped: the answer ends at a stop string or by itself, not at
+        a limit. A call that is cut off there is content, if no part of it was returned before.
         """
         self._text += text
         if self._parse is None or self.odd:
@@ -118,7 +118,7 @@ class AnswerReader:
     # --- what is understood
 
     def _take(self, parsed: Parsed, *, all_: bool = False) -> Iterator[Delta]:
-        """What has been added. all_: arguments too that may go on."""
+        """Yield what was added. all_: incomplete arguments too."""
         yield from self._grown("reasoning", parsed.reasoning)
         yield from self._grown("content", parsed.content)
         for i, call in enumerate(parsed.calls):
@@ -152,7 +152,7 @@ class AnswerReader:
     # --- what is not
 
     def _end(self, parsed: Parsed, *, stopped: bool) -> Iterator[Delta]:
-        """The whole answer has been understood, or all of it may be the beginning of one."""
+        """End an answer that was understood, or may be the beginning of one."""
         whole = tuple(itertools.takewhile(_complete, parsed.calls))
         if stopped and len(whole) < len(parsed.calls):
             if len(self._calls) <= len(whole):
@@ -163,7 +163,7 @@ class AnswerReader:
         yield from self._settle(parsed, rest if rest.strip() else "")
 
     def _give_up(self) -> Iterator[Delta]:
-        """From now on everything is content, from where it was not understood any more."""
+        """Make content of all text from where it was not understood any more."""
         assert self._parse is not None
         low, high = self._understood, len(self._text)
         parsed = self._parse(self._text[:low]) or Parsed()
@@ -178,7 +178,7 @@ class AnswerReader:
         yield from self._settle(replace(parsed, calls=whole), self._from(parsed.plain))
 
     def _settle(self, parsed: Parsed, rest: str) -> Iterator[Delta]:
-        """The answer and the content behind it; or without calls, or as it stands, where that would lose text."""
+        """Yield the answer and the content behind it; where that would lose text, without calls, or as it stands."""
         plain = Parsed(content=parsed.content, reasoning=parsed.reasoning)
         ways = [(parsed, rest), (plain, self._from(parsed.first)), (Parsed(), self._text)]
         parsed, rest = next(((way, rest) for way, rest in ways if not self._lost(way, rest)), ways[-1])
@@ -195,7 +195,7 @@ class AnswerReader:
         return self._text.encode("utf-8", "replace")[place:].decode("utf-8", "replace")
 
     def _lost(self, parsed: Parsed, rest: str) -> bool:
-        """Has the text a word that no part of this answer has, or has something else been told already?"""
+        """Report whether a word of the text is in no part of this answer, or other text was returned before."""
         if rest != self._text:
             pairs = [(told.name, told.arguments, call) for told, call in zip(self._calls, parsed.calls, strict=False)]
             if any(name != call.name or not call.arguments.startswith(part) for name, part, call in pairs):
@@ -217,7 +217,7 @@ def _complete(call: ParsedCall) -> bool:
 
 
 def _made_id() -> str:
-    """Nine letters and digits, which Mistral's templates insist on."""
+    """Return nine letters and digits, the form that Mistral's templates insist on."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
@@ -225,12 +225,12 @@ _WORD = re.compile(r"\w+")
 
 
 def words(text: str) -> frozenset[str]:
-    """The words and numbers of a text, whatever their case."""
+    """Return the words and numbers of a text, in lower case."""
     return frozenset(_WORD.findall(text.casefold()))
 
 
 def _texts(arguments: str) -> list[str] | None:
-    """All texts in an object of JSON, without escapes; None for what is none, or has half of a surrogate pair."""
+    """Return all texts in a JSON object, unescaped; None for another text, or one with half a surrogate pair."""
     try:
         whole = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -25,7 +25,7 @@ from .words import (
 )
 
 KEPT = 16
-"""Chats whose rendering is kept: a request is often sent again, or counted before it is sent."""
+"""Renderings that are kept: a request is often sent again, or counted before it is sent."""
 
 MOST_OPEN = 128
 """Brackets open at once in an answer that has begun, where a grammar holds all of it. To read them takes the cube of
@@ -33,11 +33,11 @@ their number in time, 0.1 s for 100 and 6 s for 1,000.
 """
 
 _MARKS = words("none null true false name arguments function parameters type id")
-"""Words that formats write otherwise than they are told, or tell nowhere."""
+"""Words that formats write in other ways than requests, or that they leave out."""
 
 
 class ChatTemplate:
-    """bos, eos: texts of these tokens. ConfigError for a source that cannot be read. Several threads may use it."""
+    """A chat template. bos, eos: the texts of these tokens. ConfigError for a bad source. Threads may share it."""
 
     def __init__(self, source: str, *, bos: str = "", eos: str = "") -> None:
         self._template, self.caps = native.open_template(source, bos=bos, eos=eos)
@@ -45,7 +45,7 @@ class ChatTemplate:
         self._rendered = lru_cache(KEPT)(self._render)
 
     def render(self, asked: ChatInput) -> Rendered:
-        """A chat as a prompt, up to where the answer begins. ConfigError says what the template refuses."""
+        """Render a chat as a prompt, up to where the answer begins. ConfigError says what the template refuses."""
         tools = [] if asked.choice == "none" else asked.tools
         if not self.caps["supports_tool_calls"]:
             if not self._pythonic:
@@ -73,13 +73,13 @@ class ChatTemplate:
 
     @cached_property
     def _pythonic(self) -> bool:
-        """LFM2's templates tell of tools, and leave calls out: their authors write these into the content."""
+        """Whether calls belong into the content: LFM2's templates describe tools, and leave calls out."""
         hello = ChatInput(messages=[{"role": "user", "content": ""}])
         return self.caps["supports_tools"] and PYTHONIC in self._rendered(_written(hello, ())).preserved
 
     @cached_property
     def _calls_or_text(self) -> bool:
-        """Does the template leave calls out where a turn has text too, as one for DeepSeek R1 does?"""
+        """Whether the template leaves calls out where a turn has text too, as one for DeepSeek R1 does."""
         prompts = set()
         for zone in ("here", "there"):
             call = {"id": "abcdefghi", "function": {"name": "clock", "arguments": json.dumps({"zone": zone})}}
@@ -93,7 +93,7 @@ class ChatTemplate:
         return len(prompts) == 1
 
     def _in_words(self, asked: ChatInput, tools: Sequence[Mapping[str, Any]]) -> Rendered:
-        """For a template that knows no calls: a message tells the model of tools, and calls are read as that says."""
+        """Render for a template without calls: a message describes the tools and the form of their calls."""
         told = in_words(asked.messages, tools, calls=False)
         whole = self._rendered(_written(replace(asked, messages=told, named=None), ()))
         if not tools:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Reasoning = Literal["auto", "none"]
-"""auto: reasoning is told apart from content. none: it stays in the content, between the marks of the model."""
+"""auto: reasoning is apart from content. none: it stays in the content, between the marks of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Grammar:
     thinking: tuple[str, ...] = ()
 
     def as_asked(self) -> dict[str, Any]:
-        """As `kvf_chat_sampler` takes it."""
+        """Return the grammar as `kvf_chat_sampler` takes it."""
         return {
             "grammar": self.text, "lazy": self.lazy, "triggers": self.triggers, "words": self.trigger_words,
             "prefill": self.prefill, "thinking": self.thinking,
@@ -64,7 +64,7 @@ class Call:
     arguments: str
 
     def as_openai(self) -> dict[str, Any]:
-        """As OpenAI's API has it."""
+        """Return the call as OpenAI's API has it."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -79,7 +79,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What an answer has more than before: one of `reasoning`, `content`, or a part of the call `index`.
+    """What is added to an answer: one of `reasoning`, `content`, or a part of the call `index`.
 
     The first delta of a call has its `id` and its whole `name`; all of its `arguments` joined are its arguments.
     """
@@ -92,7 +92,7 @@ class Delta:
     arguments: str = ""
 
     def as_openai(self) -> dict[str, Any]:
-        """The `delta` of OpenAI's API."""
+        """Return the `delta` of OpenAI's API."""
         if self.reasoning:
             return {"reasoning_content": self.reasoning}
         if self.index is None:

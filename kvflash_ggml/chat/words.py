@@ -12,7 +12,7 @@ from typing import Any
 OPEN, CLOSE = "<tool_call>\n", "\n</tool_call>"
 
 PYTHONIC, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
-"""Around calls of LFM2."""
+"""Marks around the calls of LFM2."""
 
 _TOLD = """\
 You can call functions. Their signatures:
@@ -44,7 +44,7 @@ TEMPLATE = """\
 def in_words(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, calls: bool
 ) -> list[dict[str, Any]]:
-    """Messages that tell of the tools. calls: has the template a form for calls, so that only tools are to be told?"""
+    """Return messages that describe the tools. calls: the template has a form for calls, so that tools suffice."""
     out = [dict(message) for message in messages] if calls else _without_calls(messages)
     if not tools:
         return out
@@ -58,7 +58,7 @@ def in_words(
 
 
 def _without_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Calls become text of the answer, and their results turns of the user: such templates leave both out.
+    """Turn calls into text of the answer, and results into turns of the user: such templates leave both out.
 
     A result and the user's turn beside it are one message, since many templates want roles to alternate.
     """
@@ -82,7 +82,7 @@ def _without_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def calls_as_content(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with each call behind the content of its turn, as LFM2's models write it."""
+    """Return the messages with each call behind the content of its turn, as LFM2's models write it."""
     out = list(map(dict, messages))
     for message in out:
         if called := message.pop("tool_calls", None):
@@ -99,7 +99,7 @@ def _pythonic(call: Mapping[str, Any]) -> str:
 
 
 def one_call_a_turn(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with each call in an assistant's turn of its own, and its result behind it.
+    """Return the messages with each call in a turn of its own, and its result behind it.
 
     A result belongs to the call with its `tool_call_id`. Others belong to the calls without a result, in their order.
     """
@@ -126,7 +126,7 @@ def one_call_a_turn(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def text_apart(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with the text of a turn that calls in a turn of its own, in front of the calls."""
+    """Return the messages with the text of a calling turn in a turn of its own, in front of the calls."""
     out: list[dict[str, Any]] = []
     for message in map(dict, messages):
         if message.get("tool_calls") and message.get("content"):
@@ -137,7 +137,7 @@ def text_apart(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def joined_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with each user's turn behind a tool's result added to that result."""
+    """Return the messages with each user's turn behind a tool's result added to that result."""
     out: list[dict[str, Any]] = []
     for message in messages:
         if out and (out[-1]["role"], message["role"]) == ("tool", "user"):
@@ -148,14 +148,14 @@ def joined_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def call_in_words(call: Mapping[str, Any]) -> str:
-    """A call as the model writes it."""
+    """Return a call as the model writes it."""
     made = plain_call(call)["function"]
     name = json.dumps(made["name"], ensure_ascii=False)
     return f'{OPEN}{{"name": {name}, "arguments": {made["arguments"]}}}{CLOSE}'
 
 
 def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call whose arguments are an object of JSON: a model may have written what is none, and templates want one."""
+    """Return a call whose arguments are a JSON object: templates want one, and a model may have written none."""
     function = call["function"]
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
@@ -175,7 +175,7 @@ def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def finite(text: str) -> int | float:
-    """A number of JSON. ValueError for one that no double can have: llama.cpp reads none, and no client gets one."""
+    """Read a number of JSON. ValueError for one beyond a double, which neither llama.cpp nor clients can take."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:20]} is no number that JSON and a double can have")

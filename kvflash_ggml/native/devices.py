@@ -12,7 +12,7 @@ from .status import check, value
 
 
 def devices() -> tuple[DeviceInfo, ...]:
-    """All devices that there are, in ggml's order; their free memory as it is now."""
+    """Return all devices in ggml's order, with their free memory as it is now."""
     n = lib.kvf_device_count()
     raw: Any = ffi.new("kvf_device[]", n)
     check(lib.kvf_list_devices(raw, n))
@@ -20,7 +20,7 @@ def devices() -> tuple[DeviceInfo, ...]:
 
 
 def model_devices(model: int) -> tuple[DeviceInfo, ...]:
-    """Those of the llama_model at this address that hold its layers, in its order. Servers' devices are only there."""
+    """Return the devices that hold layers of the llama_model at this address, in its order; those of servers too."""
     address = ffi.cast("void *", model)
     n = lib.kvf_model_n_devices(address) - 1
     raw: Any = ffi.new("kvf_device[]", n)
@@ -55,7 +55,7 @@ class ModelArrays:
 
 
 def finds(pattern: str, name: str) -> bool:
-    """Does llama.cpp find this regular expression in a tensor's name?"""
+    """Report whether llama.cpp finds this regular expression in a tensor's name."""
     return bool(lib.kvf_finds(pattern.encode(), name.encode()))
 
 

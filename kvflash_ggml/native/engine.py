@@ -29,7 +29,7 @@ _PLANNED = ("token", "seq", "pos", "slot", "query_row")
 
 @contextlib.contextmanager
 def pool_request(cells: int, query_rows: int = 0) -> Iterator[None]:
-    """A context that is made by this thread meanwhile gets a pool of `cells` slots, 0 for a stock cache."""
+    """Let contexts that this thread makes within have a pool of `cells` slots, 0 for a stock cache."""
     lib.kvf_set_pool(cells, query_rows)
     try:
         yield
@@ -38,7 +38,7 @@ def pool_request(cells: int, query_rows: int = 0) -> Iterator[None]:
 
 
 def probe(model: int, *, type_k: int, type_v: int, offload: bool, arch: str) -> tuple[int, ...]:
-    """Bytes one slot takes of each device, in the model's order, and of the host.
+    """Return the bytes of one slot on each device, in the model's order, and on the host.
 
     model: address of the llama_model. type_k, type_v: ggml type numbers. UnsupportedModelError if the model cannot run
     in a pool, ConfigError if its cache cannot have these types.
@@ -54,7 +54,7 @@ def probe(model: int, *, type_k: int, type_v: int, offload: bool, arch: str) -> 
 
 
 def plane_bytes(model: int) -> int:
-    """Bytes of each rollback plane (a context's `n_rs_seq`) of the llama_model at this address, 0 if it has none."""
+    """Return the bytes of a rollback plane (of `n_rs_seq`) of the llama_model at this address, 0 if it has none."""
     return int(lib.kvf_plane_bytes(ffi.cast("void *", model)))
 
 
@@ -187,7 +187,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _attending(self, streamed: Streamed) -> Iterator[None]:
-        """Meanwhile the plan is that of a streamed step."""
+        """Make the plan one of a streamed step within."""
         plan, images = self._plan, np.ascontiguousarray(streamed.images, np.uint64)
         kept = ffi.from_buffer("uint64_t[]", images), ffi.from_buffer(streamed.mask)
         heads, rows = streamed.asked
@@ -266,24 +266,24 @@ class Engine:
     # --- rows and positions
 
     def end(self, rows: int, *, seq: int) -> int:
-        """The position behind the first `rows` rows of a sequence."""
+        """Return the position behind the first `rows` rows of a sequence."""
         places = self.places.get(seq)
         return rows if places is None or rows == 0 else int(places[rows - 1]) + 1
 
     def whole(self, row: int, *, seq: int) -> int:
-        """The last row, `row` at most, that a text can be cut at: rows of one position go together."""
+        """Return the last row, `row` at most, that a text can be cut at: rows of one position go together."""
         places = self.places.get(seq)
         return row if places is None else int(np.searchsorted(places[: row + 1], places[row]))
 
     def _first(self, row: int, seq: int) -> int | None:
-        """The position from which a cut at `row` takes all; None where that would take more."""
+        """Return the position from which a cut at `row` removes all; None where that would remove more."""
         places = self.places.get(seq)
         if places is None:
             return row
         return int(places[row]) if self.whole(row, seq=seq) == row else None
 
     def set_cells(self, slot: int, row: int, tokens: Int32s, *, seq: int) -> None:
-        """The slots from `slot` on hold these tokens, the rows from `row` on."""
+        """Let the slots from `slot` on hold these tokens, the rows from `row` on."""
         known = np.maximum(np.ascontiguousarray(tokens, np.int32), -1)  # to llama.cpp a media row has no token, -1
         places, end = self.places.get(seq), row + len(tokens)
         where = np.arange(row, end, dtype=np.int32) if places is None else places[row:end]
@@ -291,7 +291,7 @@ class Engine:
         check(lib.kvf_cells_set(self._engine, seq, slot, len(tokens), pos, data))
 
     def cells(self, slot: int, count: int) -> Int32s:
-        """Positions in the slots, -1 where empty; shape [count]."""
+        """Return the positions in the slots, -1 where empty; [count]."""
         out = np.empty(count, np.int32)
         check(lib.kvf_cells_get(self._engine, slot, count, ffi.from_buffer("int32_t[]", out)))
         return out
@@ -317,7 +317,7 @@ class Engine:
         return first is not None and bool(value(lib.kvf_truncate(self._engine, seq, first, done), done))
 
     def can_truncate(self, row: int, *, seq: int) -> bool:
-        """Would `truncate` do it? Whether a sliding window still holds what a token there sees is not asked."""
+        """Report whether `truncate` would succeed, whatever a sliding window still holds."""
         first, can = self._first(row, seq), ffi.new("int32_t *")
         return first is not None and bool(value(lib.kvf_can_truncate(self._engine, seq, first, can), can))
 
@@ -327,14 +327,14 @@ class Engine:
         self.places.pop(seq, None)
 
     def window_start(self, *, seq: int) -> int:
-        """Oldest position that the sliding-window layers still hold, -1 if there are none."""
+        """Return the oldest position that sliding-window layers still hold, -1 if there are none."""
         pos = ffi.new("int32_t *")
         return int(value(lib.kvf_swa_first(self._engine, seq, pos), pos))
 
     # --- state that is not pooled
 
     def get_state(self, *, seq: int) -> Buffer:
-        """Recurrent state and sliding-window rings; empty for a plain cache. SnapshotError if that fails."""
+        """Return recurrent state and sliding-window rings; empty for a plain cache. SnapshotError if that fails."""
         size = self.state_size(seq=seq)
         if size == 0:
             return b""
@@ -343,12 +343,12 @@ class Engine:
         return data
 
     def state_size(self, *, seq: int) -> int:
-        """Bytes of what `get_state` would return now."""
+        """Return the size of `get_state` in bytes."""
         out = ffi.new("int64_t *")
         return int(value(lib.kvf_state_size(self._engine, seq, out), out))
 
     def read_state(self, out: memoryview, *, seq: int) -> None:
-        """The same as `get_state` to `out`, [state_size]. Waits for the compute."""
+        """Write `get_state` to `out`, [state_size]. Waits for the compute."""
         data = ffi.from_buffer("uint8_t[]", out, require_writable=True)
         check(lib.kvf_state_get(self._engine, seq, data, len(out)))
 
@@ -368,7 +368,7 @@ class Engine:
         check(lib.kvf_state_put(self._engine, seq, end))
 
     def argmax(self, rows: Sequence[int] | Int32s) -> Int32s:
-        """The likeliest token of each of these rows of the newest step, [n]: `native.logits.argmax` of its context."""
+        """Return the likeliest token of each of these rows of the newest step, [n]."""
         return logits.argmax(self._context, rows)
 
     def set_logits(self, row: Floats) -> None:
@@ -425,14 +425,14 @@ class Engine:
     # --- scoring on the host: beside a decode, on any thread
 
     def keys(self, page: npt.NDArray[np.uint8]) -> list[Floats]:
-        """The keys of a page image, dequantised: per layer [CHUNK, n_head_kv, head_k]."""
+        """Return the keys of a page image, dequantised: per layer [CHUNK, n_head_kv, head_k]."""
         return [
             np.stack([self.head_keys(page, i, head) for head in range(x.n_head_kv)], axis=1)
             for i, x in enumerate(self.layers)
         ]
 
     def head_keys(self, page: npt.NDArray[np.uint8], layer: int, head: int) -> Floats:
-        """The keys of one KV head of a page image, dequantised: [CHUNK, head_k]."""
+        """Return the keys of one KV head of a page image, dequantised: [CHUNK, head_k]."""
         import gguf  # late: it takes a sixth of the time that this package's import takes
 
         kind = gguf.GGMLQuantizationType[self.info.type_k.upper()]
@@ -481,7 +481,7 @@ class Engine:
     # --- host memory (host.slabs.HostMemory)
 
     def alloc(self, size: int) -> int:
-        """Address of so many bytes, page-locked where the device can use that; 0 if there is no memory."""
+        """Allocate bytes, page-locked where the device can use that. Return their address, 0 if there is no memory."""
         data = ffi.new("void **")
         if lib.kvf_host_alloc(self._engine, size, data) != lib.KVF_STATUS_SUCCESS:
             return 0
@@ -491,7 +491,7 @@ class Engine:
         lib.kvf_host_free(self._engine, ffi.cast("void *", address))
 
     def adopt_host(self, other: Engine, addresses: Sequence[int]) -> None:
-        """What another engine on the same devices has allocated there is this one's from now on; its tickets are done.
+        """Take over what another engine on the same devices has allocated at these addresses; its tickets are done.
 
         Addresses at which the other has nothing are left alone.
         """
@@ -506,12 +506,12 @@ class Engine:
             lib.kvf_wait(self._engine, ticket)
 
     def is_sound(self, ticket: int) -> bool:
-        """False if a server was lost before the transfer was done: what it has read is void. Waits for servers only."""
+        """Report whether a transfer is valid: no server was lost before it was done. Waits for servers only."""
         return not ticket or bool(lib.kvf_sound(self._engine, ticket))
 
     @property
     def is_lost(self) -> bool:
-        """Does a server of its devices not answer any more? Of a closed engine nobody asks."""
+        """Whether a server of its devices does not answer any more. False for a closed engine."""
         engine = vars(self).get("_engine")
         return engine is not None and bool(lib.kvf_check_lost(engine) != lib.KVF_STATUS_SUCCESS)
 

@@ -16,7 +16,7 @@ Rows = Sequence[int] | Int32s
 
 
 def top(context: int, rows: Rows, k: int) -> tuple[Int32s, Floats]:
-    """The `k` likeliest tokens of each row, best first, and their log-probabilities: both [n, k].
+    """Return the `k` likeliest tokens of each row, best first, and their log-probabilities: both [n, k].
 
     context: address of a llama_context. Of equally likely tokens the one with the lower id comes first. Waits for the
     compute.
@@ -32,7 +32,7 @@ def top(context: int, rows: Rows, k: int) -> tuple[Int32s, Floats]:
 
 
 def argmax(context: int, rows: Rows) -> Int32s:
-    """The likeliest token of each row, [n], the lowest id of equal ones. As `top`, and faster than that."""
+    """Return the likeliest token of each row, [n], the lowest id of equal ones. Faster than `top`."""
     ids = np.empty(len(rows), np.int32)
     _call(context, rows, 1, ids, ffi.NULL)
     return ids

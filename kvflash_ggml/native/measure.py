@@ -34,7 +34,7 @@ class Weight:
 
 @contextmanager
 def sketch(path: str | os.PathLike[str], params: ctypes.Structure) -> Iterator[int]:
-    """The address of a model without its data: its weights have places and sizes, and none of them is read.
+    """Yield the address of a model without its data: weights have places and sizes, and none is read.
 
     params: llama_model_params. NotMade if the file is no model that llama.cpp can load.
     """
@@ -52,14 +52,14 @@ def sketch(path: str | os.PathLike[str], params: ctypes.Structure) -> Iterator[i
 
 
 def weights(model: int) -> tuple[Weight, ...]:
-    """Of the llama_model at this address, with or without its data."""
+    """Return the weights of the llama_model at this address, with or without its data."""
     raw: Any = ffi.new("kvf_weight[]", lib.kvf_model_n_weights(_address(model)))
     check(lib.kvf_model_weights(_address(model), raw, len(raw)))
     return tuple(Weight(name=_text(x.name), size=x.size, layer=x.layer, kind=x.kind, device=x.device) for x in raw)
 
 
 def measure(model: int, params: ctypes.Structure, *, cells: int, query_rows: int = 0) -> Measure:
-    """What a context of the llama_model at this address would take, with a pool of `cells` slots, 0 for stock.
+    """Return what a context of the llama_model at this address would take, with a pool of `cells` slots, 0 for stock.
 
     params: llama_context_params. The model may be loaded or a sketch, and nothing else may use it meanwhile. No request
     of `pool_request` is left. UnsupportedModelError if the model cannot have a pool, NotMade if there can be no such
@@ -94,7 +94,7 @@ def measure(model: int, params: ctypes.Structure, *, cells: int, query_rows: int
 
 
 def taken(context: int, model: int) -> tuple[Needs, ...]:
-    """What the llama_context at this address takes, with its model, whose address is the other one."""
+    """Return what the llama_context at this address takes, with its model, whose address is the other one."""
     devices: Any = ffi.new("kvf_need[]", lib.kvf_model_n_devices(_address(model)))
     check(lib.kvf_context_needs(_address(context), devices, len(devices)))
     return _read_needs(devices)

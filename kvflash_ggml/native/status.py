@@ -28,17 +28,17 @@ ERRORS: dict[int, type[KVFlashError]] = {
 
 
 def check(status: int) -> None:
-    """Raise what a status of the last call on this thread stands for, unless it is success."""
+    """Raise the error of a status of the last call on this thread, unless it is success."""
     if status != lib.KVF_STATUS_SUCCESS:
         raise ERRORS[status](reason())
 
 
 def value(status: int, out: Any) -> Any:
-    """What a call has written to `out`, a pointer to one value."""
+    """Return what a call has written to `out`, a pointer to one value. Raises as `check`."""
     check(status)
     return out[0]
 
 
 def reason() -> str:
-    """Why the last call on this thread that failed did."""
+    """Return why the last failed call on this thread failed."""
     return str(ffi.string(lib.kvf_last_error()).decode("utf-8", "replace"))

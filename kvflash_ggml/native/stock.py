@@ -12,7 +12,7 @@ NO_STATES, STATES, ALL_STATES = range(3)
 
 
 def has_head(model: int) -> bool:
-    """Was this model loaded with a head for further tokens? model: address of the llama_model."""
+    """Report whether a model was loaded with a head for further tokens. model: address of the llama_model."""
     return bool(lib.kvf_draft_head(ffi.cast("void *", model)))
 
 
@@ -44,7 +44,7 @@ def run_draft(
 
 
 def draft_states(context: int, count: int, width: int) -> Floats:
-    """The states of the first `count` tokens of the last run, [count, width]."""
+    """Return the states of the first `count` tokens of the last run, [count, width]."""
     out = np.empty((count, width), np.float32)
     check(lib.kvf_draft_states(ffi.cast("void *", context), count, width, ffi.from_buffer("float[]", out)))
     return out
