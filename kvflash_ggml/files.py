@@ -7,6 +7,7 @@ import errno
 import os
 import secrets
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +18,9 @@ from .errors import ConfigError
 
 PART = ".part"
 """How files end that are being written."""
+
+ABANDONED_AFTER_SECONDS = 60
+"""Age from which an unfinished file that no process writes may be deleted."""
 
 
 def check_writable(path: Path) -> None:
@@ -64,6 +68,14 @@ def replacing(
             raise
     if sync:
         _sync_folder(path.parent)
+
+
+def is_abandoned(part: Path) -> bool:
+    """Return whether the process that wrote this unfinished file has died: it is a minute old, and nobody locks it."""
+    try:
+        return time.time() - part.lstat().st_mtime > ABANDONED_AFTER_SECONDS and not being_written(part)
+    except OSError:
+        return False
 
 
 def being_written(part: Path) -> bool:

@@ -175,7 +175,7 @@ class Slot:
 
     def branch(self, request: Request) -> int | None:
         """See `branch_of`, among the texts that were put aside."""
-        return branch_of(self.model, request, lambda: self._store.known(request.tokens, salt=request.salt))
+        return branch_of(self.model, request, lambda: self._store.nearest(request.tokens, salt=request.salt)[0])
 
     def settle(self) -> None:
         """After an answer: a private text is forgotten."""

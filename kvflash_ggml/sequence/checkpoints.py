@@ -13,7 +13,7 @@ from ..constants import CHUNK
 from ..errors import DeviceLost, SnapshotError
 from ..host.store import HostStore
 from ..pool.page_table import PageTable
-from ..state.session import Blob, is_in_memory
+from ..state.session import Blob, Bytes
 from .copies import StateCopies
 from .worker import Worker
 
@@ -67,7 +67,7 @@ class Checkpoints:
         if self._engine.info.n_swa == 0:
             restored = self.restored
             known = restored[1] if restored is not None and restored[0] == length else self._states.get(length)
-            if is_in_memory(known):
+            if isinstance(known, Bytes):
                 return known
         return self._copies.copy()
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..arrays import Buffer, room_for
 from ..errors import HostMemoryError
-from ..state.session import Blob, Bytes, Copied, in_memory
+from ..state.session import Blob, Bytes, in_memory
 from .worker import Worker
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class StateCopies:
             return Bytes(engine.get_state(seq=self._seq))
         staged, data = engine.view(self._address, size), room_for(size)
         engine.read_state(staged, seq=self._seq)
-        copied = Copied(data, self._spread(staged, data))
+        copied = Bytes(data, self._spread(staged, data))
         self._newest = ref(copied)  # weak, since it is large
         return copied
 

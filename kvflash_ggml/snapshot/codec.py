@@ -18,7 +18,7 @@ HEAD = 18
 
 
 def encode(image: Buffer) -> tuple[Buffer, int]:
-    """The bytes to store and their codec. What does not shrink is stored as it is."""
+    """Return the bytes to store and their codec. An image that does not shrink is stored as it is."""
     packed: bytes = _zstd().ZstdCompressor(level=LEVEL).compress(image)
     return (packed, ZSTD) if len(packed) < len(image) else (image, RAW)
 
@@ -37,7 +37,7 @@ def decode(stored: bytes, codec: int, image: memoryview) -> None:
 
 
 def image_size(head: bytes) -> int:
-    """How large the image is whose stored bytes begin so. SnapshotError if they do not say."""
+    """Return the bytes of an image whose stored bytes begin so. SnapshotError if they do not say."""
     zstd = _zstd()
     try:
         return int(zstd.frame_content_size(head))
@@ -46,7 +46,7 @@ def image_size(head: bytes) -> int:
 
 
 def check(codecs: set[int], name: str) -> None:
-    """Can this build read all of them?"""
+    """Raise SnapshotError for unknown codecs, ConfigError for one whose package is missing."""
     unknown = codecs - {RAW, ZSTD}
     if unknown:
         raise SnapshotError(f"{name} has page images in an unknown form ({min(unknown)})")
@@ -55,7 +55,7 @@ def check(codecs: set[int], name: str) -> None:
 
 
 def require() -> None:
-    """ConfigError unless Zstandard is there."""
+    """Raise ConfigError unless Zstandard is installed."""
     _zstd()
 
 

@@ -1,11 +1,11 @@
-"""A file of named sections and page images, each with its size and checksum, and where its bytes come from.
+"""A file of named sections and page images, each with its size and checksum.
 
     prefix     48 bytes: magic, version, file size, place, size and checksum of the directory, checksum of all that
     data       sections and page images, in any order
     directory  JSON: what kind of file it is, its facts, and where the sections are
 
-Nothing is believed before it is checked, and nothing larger than the file is allocated. Byte by byte:
-docs/snapshot-format.md.
+Everything is checked before it is used, and nothing larger than the file is allocated. docs/snapshot-format.md gives
+the format byte by byte.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ MAX_AT_ONCE = 1 << 30
 
 
 class Source(Protocol):
-    """name: for messages. size: in bytes."""
+    """The bytes of a container. name: for messages. size: in bytes."""
 
     name: str
     size: int
 
     def read_into(self, offset: int, out: memoryview) -> None:
-        """Fill `out`. SnapshotError if that is not to be had."""
+        """Fill `out`. SnapshotError if these bytes cannot be read."""
         ...
 
 
 class FileSource:
-    """An open file. It can be deleted or replaced meanwhile: what was opened stays readable.
+    """An open file, which stays readable if it is deleted or replaced meanwhile.
 
-    It is closed with the last page or section that comes from it: nobody else knows when that is.
+    The garbage collector closes it with the last page or section that is read from it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -105,13 +105,13 @@ PIECE = 4 << 20
 """Of a section that is read by several threads: checksums take longer than reading."""
 
 TABLE = np.dtype([("offset", "<u8"), ("size", "<u8"), ("codec", "<u4"), ("checksum", "<u4")])
-"""One page image: where, how many bytes are stored, how, and the checksum of the image itself."""
+"""One page image: its place and stored bytes, its codec, and the checksum of the image itself."""
 
 Table = npt.NDArray[np.void]
 
 
 def checksum(data: Buffer, salt: str) -> int:
-    """CRC-32 that also depends on what the bytes are meant to be, so that sections cannot change places."""
+    """Return a CRC-32 that also depends on the name of the data, so that sections cannot change places."""
     return zlib.crc32(data, zlib.crc32(salt.encode()))
 
 
@@ -124,7 +124,7 @@ class Writer:
         self._sections: list[tuple[str, int, int, int]] = []
         self._prefix = ""
         self._at = 0
-        # one that is never finished can be told from other files, and is not valid
+        # an unfinished file is recognizable, and not valid
         self._put(MAGIC.ljust(PREFIX.size, b"\0"))
 
     def section(self, name: str, data: Buffer | npt.NDArray[Any]) -> None:
@@ -176,7 +176,7 @@ class Writer:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One section, not read yet."""
+    """A section that has not been read."""
 
     source: Source
     name: str
@@ -185,7 +185,7 @@ class Section:
     checksum: int
 
     def read(self) -> memoryview:
-        """Its bytes. SnapshotError if they are damaged."""
+        """Return its bytes. SnapshotError if they are damaged."""
         data = room_for(self.size)
         if self.size <= PIECE:
             self.source.read_into(self.offset, data)
@@ -208,7 +208,7 @@ class Section:
         self._compare(value)
 
     def check(self) -> Iterator[int]:
-        """Read it piece by piece and keep nothing; the size of each piece. SnapshotError at the end if damaged."""
+        """Read it and keep nothing. Yields the size of each piece, and raises SnapshotError at the end if damaged."""
         value = checksum(b"", self.name)
         buffer = memoryview(bytearray(min(self.size, PIECE)))
         for at in range(0, self.size, PIECE):
@@ -223,7 +223,7 @@ class Section:
             raise SnapshotError(f"{self.source.name} is damaged: section '{self.name}' does not match its checksum")
 
     def array(self, kind: npt.DTypeLike, *, most: int | None = None) -> npt.NDArray[Any]:
-        """Its bytes as a flat array of at most so many items: SnapshotError, and nothing read, if there are more."""
+        """Return its bytes as a flat array. SnapshotError if it is damaged or has more than `most` items."""
         if most is not None and self.size > most * np.dtype(kind).itemsize:
             raise SnapshotError(
                 f"{self.source.name} contradicts itself: section '{self.name}' has {self.size} bytes, and can have "
@@ -237,7 +237,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class StoredPage:
-    """One page image, not read yet (host.image.PageSource)."""
+    """A page image that has not been read (host.image.PageSource)."""
 
     source: Source
     salt: str
@@ -258,9 +258,9 @@ class StoredPage:
 
 
 class Container:
-    """A container that has been opened: its directory is read and sound, its sections are not read yet.
+    """An open container: its directory is read and sound, its sections are not read yet.
 
-    kind: what the file is. facts: as they were given to the writer, but as untrustworthy as the file.
+    kind: what the file is. facts: as given to the writer, and as untrustworthy as the file.
     """
 
     def __init__(self, source: Source) -> None:
@@ -274,7 +274,7 @@ class Container:
         self.facts: dict[str, Any] = facts
         self._prefix = ""
         self._sections = {section.name: section for section in sections}
-        # or a small file could ask for much memory
+        # otherwise a small file could make its reader allocate much memory
         if len(self._sections) != len(sections) or sum(section.size for section in sections) > source.size:
             raise SnapshotError(f"{source.name} is damaged: its sections overlap")
 
@@ -292,20 +292,20 @@ class Container:
         return self._sections[name]
 
     def contradiction(self, name: str) -> SnapshotError:
-        """What is said under this name cannot be."""
-        return SnapshotError(f"{self.source.name} contradicts itself: '{name}' cannot be as it says")
+        """Return the error for a fact or section that is impossible."""
+        return SnapshotError(f"{self.source.name} contradicts itself: '{self._prefix}{name}' cannot be as it says")
 
     def part(self, prefix: str, facts: dict[str, Any]) -> Container:
-        """The sections whose names begin with a prefix, as a container with facts of its own."""
+        """Return the sections whose names begin with a prefix, as a container with these facts."""
         part = copy(self)
         part.facts = facts
         part._prefix = self._prefix + prefix
         return part
 
     def pages(self, name: str, page_bytes: int, *, count: int | None = None) -> list[StoredPage]:
-        """The page images of a table. SnapshotError unless there are `count`, each within the file and possible.
+        """Return the page images of a table. SnapshotError unless there are `count`, all within the file.
 
-        count: bounds what is allocated for a table in a file of a stranger; None takes as many as there are.
+        count: bounds the memory that a hostile file can ask for; None takes all of the table.
         """
         table: Table = self.section(name).array(TABLE)
         offset, size, total = table["offset"], table["size"], np.uint64(self.source.size)
@@ -368,13 +368,13 @@ ONE = 1 << 31
 
 
 def joined(first: int, second: int, size: int) -> int:
-    """The checksum of two pieces, one after the other. size: of the second one, in bytes."""
+    """Return the checksum of two consecutive pieces, from that of each. size: bytes of the second."""
     return _product(first, _shift(size)) ^ second
 
 
 @lru_cache(maxsize=16)
 def _shift(size: int) -> int:
-    """What so many bytes after it do to a checksum: x^(8*size) modulo the polynomial."""
+    """Return the factor that moves a checksum past so many bytes: x^(8*size) modulo the polynomial."""
     power, square, left = ONE, ONE >> 8, size
     while left:
         if left & 1:
@@ -385,7 +385,7 @@ def _shift(size: int) -> int:
 
 
 def _product(a: int, b: int) -> int:
-    """Of two polynomials over two elements, modulo `POLYNOMIAL`."""
+    """Return the product of two polynomials over GF(2), modulo `POLYNOMIAL`."""
     total = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:

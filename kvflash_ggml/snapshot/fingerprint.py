@@ -1,4 +1,4 @@
-"""What must be equal for saved KV bytes to mean the same."""
+"""The facts that must be equal for saved KV bytes to mean the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..native.engine import Engine, Layer
 
 HEAD = 32 << 20
-"""The beginning of a GGUF file that is read as a whole: metadata and the list of tensors lie there."""
+"""Bytes at the beginning of a GGUF file that are hashed as a whole: metadata and the list of tensors."""
 
 SAMPLES = 64
 SAMPLE = 64 << 10
@@ -38,24 +38,17 @@ Fingerprint = dict[str, Any]
 
 
 def of_engine(engine: Engine) -> Fingerprint:
-    """The shape and the form of the cached bytes."""
+    """Return the facts of the cached bytes: their shape and form."""
     info = engine.info
-    return {
-        "chunk": CHUNK,
-        "type_k": info.type_k,
-        "type_v": info.type_v,
-        "rotated": info.rotated,
-        "n_pos": info.n_pos,
-        "n_swa": info.n_swa,
-        "recurrent": info.recurrent,
-        "layers": [_shape(layer) for layer in engine.layers],
-    }
+    names = ("type_k", "type_v", "rotated", "n_pos", "n_swa", "recurrent")
+    facts = {name: getattr(info, name) for name in names}
+    return {"chunk": CHUNK, **facts, "layers": [_shape(layer) for layer in engine.layers]}
 
 
 def of_llama(llm: Any, engine: Engine) -> Callable[[], Fingerprint]:
-    """The model, how positions are encoded, and the build that computes. llm: a `llama_cpp.Llama`, just loaded.
+    """Return a function for the fingerprint of a model and build. llm: a `llama_cpp.Llama`, just loaded.
 
-    Files are hashed when the result is called: most models are never saved.
+    The function hashes the files: most models are never saved.
     """
     params = llm.context_params
     architecture = llm.metadata.get("general.architecture", "unknown")
@@ -81,13 +74,13 @@ def of_llama(llm: Any, engine: Engine) -> Callable[[], Fingerprint]:
 
 
 class ModelFile:
-    """A GGUF file that has just been loaded, wherever the process goes afterwards. All parts of a split model count."""
+    """A GGUF file that has just been loaded, with all parts of a split model."""
 
     def __init__(self, path: str | Path) -> None:
         self._parts = tuple(_Part.of(part) for part in _parts(Path(path).absolute()))
 
     def identity(self) -> str:
-        """Which model it is, wherever it lies: a hash of its size, its head and samples of its tensors.
+        """Return a hash of its size, its head and samples of its tensors, which does not depend on its path.
 
         SnapshotError if the file has been replaced or changed since it was loaded.
         """
@@ -102,7 +95,7 @@ class ModelFile:
 
 
 class _Part(NamedTuple):
-    """One file, and what tells it from another of that name."""
+    """A file, and the facts that change if it is replaced."""
 
     name: str
     size: int

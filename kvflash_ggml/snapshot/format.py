@@ -1,4 +1,4 @@
-"""A saved session as a container, and back. What each section means, byte by byte: docs/snapshot-format.md."""
+"""Writes a saved session as a container, and reads it. docs/snapshot-format.md gives each section byte by byte."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from ..state.session import (
 from .container import Container, Writer
 from .fingerprint import Fingerprint
 
-# --- what the directory says, believed only if it can be
+# --- facts of the directory, each checked before it is used
 
 
 LARGEST = 2**31 - 1
 
 
-def count(container: Container, name: str, *, most: int = LARGEST) -> int:
-    """A whole number from 0 to `most`."""
+def count(container: Container, name: str, *, most: int = LARGEST, least: int = 0) -> int:
+    """Return a whole number from `least` to `most`. SnapshotError for anything else."""
     value = container.facts.get(name)
-    if type(value) is not int or not 0 <= value <= most:
+    if type(value) is not int or not least <= value <= most:
         raise container.contradiction(name)
     return value
 
 
 def fact(container: Container, name: str, kind: type) -> Any:
-    """A value of this very type."""
+    """Return a value of exactly this type. SnapshotError for anything else."""
     value = container.facts.get(name)
     if type(value) is not kind:
         raise container.contradiction(name)
@@ -64,7 +64,7 @@ and the clock of its last use."""
 
 
 def ledger_rows(table: PageTableState) -> npt.NDArray[np.void]:
-    """A table as it is written."""
+    """Return a table as it is written."""
     rows = np.zeros(len(table.blocks), LEDGER)
     rows["block"] = table.blocks
     rows["last_use"] = table.last_use
@@ -76,7 +76,7 @@ def ledger_rows(table: PageTableState) -> npt.NDArray[np.void]:
 
 
 def read_ledger(container: Container, length: int) -> PageTableState:
-    """The table of a text of `length` tokens. SnapshotError if there can be none such."""
+    """Return the table of a text of `length` tokens. SnapshotError if it is impossible."""
     rows = container.section("ledger").array(LEDGER, most=-(-length // CHUNK))
     if len(rows) != -(-length // CHUNK):
         raise container.contradiction("ledger")
@@ -94,13 +94,9 @@ def read_ledger(container: Container, length: int) -> PageTableState:
     if not sound:
         raise container.contradiction("ledger")
     return PageTableState(
-        blocks=blocks,
-        last_use=uses,
-        clock=clock,
-        settled=fact(container, "settled", bool),
-        pins=frozenset(pins),
+        blocks=blocks, last_use=uses, clock=clock, settled=fact(container, "settled", bool), pins=frozenset(pins),
         scores=rows["score"][:scored].copy() if scored else None,
-    )
+    )  # fmt: skip
 
 
 # --- how the ends of known prompts are replayed
@@ -108,14 +104,14 @@ def read_ledger(container: Container, length: int) -> PageTableState:
 
 FOUND = "found"
 MAX_FOUND = 16
-"""In a file: more than a text keeps today (sequence/scoring.py), so that one that keeps more could be read here."""
+"""In a file. A text keeps fewer today (sequence/scoring.py); a later build may keep more."""
 
 MAX_TOKENS = 1 << 16
 """Of one step."""
 
 
 def write_replays(writer: Writer, found: Sequence[Replay]) -> list[dict[str, Any]]:
-    """A part for each, in sections of its own. Returns the facts."""
+    """Write a part for each, and return the facts of all."""
     facts = []
     for number, one in enumerate(found):
         with writer.part(f"{FOUND} {number} "):
@@ -132,7 +128,7 @@ def write_replays(writer: Writer, found: Sequence[Replay]) -> list[dict[str, Any
 
 
 def read_replays(container: Container, policy: dict[str, Any], length: int) -> list[Replay]:
-    """Those of a text of so many tokens; none in a file without. SnapshotError if they cannot be as they say."""
+    """Return those of a text of `length` tokens. SnapshotError if they are impossible."""
     facts = policy.get(FOUND, [])
     if not isinstance(facts, list) or len(facts) > MAX_FOUND or not all(isinstance(one, dict) for one in facts):
         raise container.contradiction(FOUND)
@@ -145,17 +141,12 @@ def _read_replay(part: Container, length: int) -> Replay:
     ranking = None
     if "ranking" in part:
         ranking = part.section("ranking").array("<f8", most=(start + len(tokens)) // CHUNK).copy()
-    return Replay(
-        start=start,
-        tokens=tokens,
-        table=replace(read_ledger(part, start), pins=frozenset()),  # these are of a request
-        rebuild=fact(part, "rebuild", bool),
-        ranking=ranking,
-        due=fact(part, "due", bool),
-    )
+    table = replace(read_ledger(part, start), pins=frozenset())  # pins are of a request
+    rebuild, due = fact(part, "rebuild", bool), fact(part, "due", bool)
+    return Replay(start=start, tokens=tokens, table=table, rebuild=rebuild, ranking=ranking, due=due)
 
 
-# --- what drafters knew of the text
+# --- the memory of drafters
 
 
 SPECULATION = "speculation"
@@ -163,7 +154,7 @@ MAX_DRAFTS = 16
 
 
 def write_drafts(writer: Writer, saved: Sequence[SavedDraft]) -> list[dict[str, Any]]:
-    """A part for each, in sections of its own. Returns the facts."""
+    """Write a part for each, and return the facts of all."""
     facts = []
     for number, one in enumerate(saved):
         with writer.part(f"{SPECULATION} {number} "):
@@ -178,39 +169,30 @@ def write_drafts(writer: Writer, saved: Sequence[SavedDraft]) -> list[dict[str, 
 
 
 def read_drafts(container: Container, length: int) -> list[SavedDraft]:
-    """The parts of a text of so many tokens; none in a file without. SnapshotError if they cannot be as they say.
+    """Return those of a text of `length` tokens. SnapshotError if they are impossible.
 
-    Their sections are read when a drafter adopts them.
+    Their sections are read when a drafter uses them.
     """
     facts = container.facts.get(SPECULATION, [])
-    if not isinstance(facts, list) or len(facts) > MAX_DRAFTS:
+    if not isinstance(facts, list) or len(facts) > MAX_DRAFTS or not all(isinstance(one, dict) for one in facts):
         raise container.contradiction(SPECULATION)
-    return [_read_draft(container, number, fact, length) for number, fact in enumerate(facts)]
+    return [_read_draft(container.part(f"{SPECULATION} {number} ", one), length) for number, one in enumerate(facts)]
 
 
-def _read_draft(container: Container, number: int, facts: object, length: int) -> SavedDraft:
-    if not isinstance(facts, dict):
-        raise container.contradiction(SPECULATION)
-    name, model, types = (facts.get(key) for key in ("name", "model", "types"))
-    told, first, end, window = (facts.get(key) for key in ("length", "first", "end", "window"))
-    whole = [x for x in (told, first, end, window) if type(x) is int and 0 <= x <= LARGEST]
-    sound = isinstance(name, str) and isinstance(model, str) and len(whole) == 4
-    if not sound or not whole[1] <= whole[2] <= whole[0] <= length:
-        raise container.contradiction(SPECULATION)
-    if not isinstance(types, list) or [type(x) for x in types] != [int, int]:
-        raise container.contradiction(SPECULATION)
-    part = container.part(f"{SPECULATION} {number} ", facts)
+def _read_draft(part: Container, length: int) -> SavedDraft:
+    told = count(part, "length", most=length)
+    end = count(part, "end", most=told)
+    types = fact(part, "types", list)
+    if [type(x) for x in types] != [int, int]:
+        raise part.contradiction("types")
+    name, model, window = fact(part, "name", str), fact(part, "model", str), count(part, "window")
     return SavedDraft(
-        origin=Origin(str(name), str(model), whole[3], (types[0], types[1])),
-        length=whole[0],
-        first=whole[1],
-        end=whole[2],
-        context=part.section("context"),
-        rows=part.section("rows"),
-    )
+        origin=Origin(name, model, window, (types[0], types[1])), length=told, first=count(part, "first", most=end),
+        end=end, context=part.section("context"), rows=part.section("rows"),
+    )  # fmt: skip
 
 
-# --- the whole of it
+# --- whole sessions
 
 
 KIND = "snapshot"
@@ -220,7 +202,7 @@ MAX_LOOKS = 8
 MAX_CHECKPOINTS = 1024
 MAX_LAYOUT = 1 << 20
 MAX_SPELLED = 64
-"""Tokens of a drafter for one of the target's, on average."""
+"""Maximum tokens of a drafter for each token of its target, on average."""
 
 
 def write(
@@ -228,7 +210,7 @@ def write(
 ) -> None:
     """Write a saved session as a snapshot. The stream is seekable and at its beginning."""
     writer = Writer(stream, compress=compress)
-    # first: so they lie where they lay in an earlier state of the text, and a store has their bytes once
+    # pages first: they lie where an earlier state of the text had them, so that a store keeps their bytes once
     writer.pages("pages", (saved.heap.bytes_of(page) for page in saved.pages))
     facts = write_sections(writer, saved)
     write_statistics(writer, saved, slice(None))
@@ -241,7 +223,7 @@ def write(
 
 
 def write_sections(writer: Writer, saved: SessionState) -> dict[str, Any]:
-    """Everything but the chunks' images and statistics. Returns the facts for the directory."""
+    """Write all but page images and statistics, and return the facts for the directory."""
     table, policy = saved.table, saved.policy
     writer.section("tokens", saved.tokens.astype("<i4"))
     writer.section("ledger", ledger_rows(table))
@@ -253,35 +235,25 @@ def write_sections(writer: Writer, saved: SessionState) -> dict[str, Any]:
     if saved.logits is not None:
         writer.section("logits", saved.logits.astype("<f4"))
     facts: dict[str, Any] = {
-        "length": saved.length,
-        "clock": table.clock,
-        "settled": table.settled,
-        "pins": sorted(table.pins),
-        "checkpoints": sorted(saved.checkpoints),
-        "queries_from": saved.queries_valid_from,
-        "rebuild": saved.rebuild,
-        "seed": saved.seed,
-        "policy": None,
-    }
+        "length": saved.length, "clock": table.clock, "settled": table.settled, "pins": sorted(table.pins),
+        "checkpoints": sorted(saved.checkpoints), "queries_from": saved.queries_valid_from, "rebuild": saved.rebuild,
+        "seed": saved.seed, "policy": None,
+    }  # fmt: skip
     if policy is not None:
         for i, scores in enumerate(policy.looks):
             writer.section(f"look {i}", np.empty(0) if scores is None else scores.astype("<f8"))
         facts["policy"] = {
-            "name": policy.name,
-            "tau": policy.tau,
-            "since_look": policy.since_look,
-            "since_reselect": policy.since_reselect,
-            "due": policy.due,
-            "looks": len(policy.looks),
+            "name": policy.name, "tau": policy.tau, "since_look": policy.since_look,
+            "since_reselect": policy.since_reselect, "due": policy.due, "looks": len(policy.looks),
             FOUND: write_replays(writer, policy.found),
-        }
+        }  # fmt: skip
     return facts
 
 
 def read(container: Container, fingerprint: Fingerprint, heap: PageHeap, limits: Limits) -> SessionState:
-    """A saved session whose page images are still in the file. SnapshotError unless the file is one of this model.
+    """Return a saved session whose page images are still in the file.
 
-    ContextFull if it is longer than the context.
+    SnapshotError unless it is a sound snapshot, SnapshotMismatch for another model, ContextFull for a longer text.
     """
     if container.kind != KIND:
         raise SnapshotError(f"{container.source.name} is no snapshot but a {container.kind!r}")
@@ -289,9 +261,7 @@ def read(container: Container, fingerprint: Fingerprint, heap: PageHeap, limits:
     length = count(container, "length")
     if length > limits.n_ctx:
         raise ContextFull(f"the saved text has {length} tokens, the context window {limits.n_ctx}")
-    saved = read_sections(container, heap, limits)
-    stored = container.pages("pages", heap.page_bytes, count=len(saved.table.blocks))
-    saved.pages = [PageImage(source=page) for page in stored]
+    saved = _read_with_pages(container, heap, limits)
     if saved.policy is not None and "statistics" in container:
         read_rows = partial(read_statistics, container, saved.length // CHUNK, heap.page_bytes)
         saved.policy.statistics = _beside(read_rows)
@@ -302,7 +272,7 @@ def read(container: Container, fingerprint: Fingerprint, heap: PageHeap, limits:
 
 
 def _write_reader(writer: Writer, reader: DrafterState) -> dict[str, Any]:
-    """A drafter's part, in sections of its own. Returns its facts."""
+    """Write the part of a policy's drafter, and return its facts."""
     with writer.part(DRAFTER):
         writer.section("text", reader.text.astype("<i4"))
         if reader.bridge is not None:
@@ -317,7 +287,7 @@ def _write_reader(writer: Writer, reader: DrafterState) -> dict[str, Any]:
 
 
 def _read_reader(container: Container, length: int) -> DrafterState:
-    """A drafter's part, for a text of `length` tokens. Its session is read when the drafter is loaded."""
+    """Return the drafter's part, for a text of `length` tokens. Its session is read when the drafter is loaded."""
     facts = container.facts["drafter"]
     if not isinstance(facts, dict):
         raise container.contradiction("drafter")
@@ -331,24 +301,20 @@ def _read_reader(container: Container, length: int) -> DrafterState:
             settled=count(part, "bridge"),
         )
     return DrafterState(
-        source=fact(part, "source", str),
-        text=part.section("text").array("<i4", most=most).astype(np.int32),
-        base=count(part, "base"),
-        bridge=bridge,
-        session=partial(_open_reader, part),
-    )
+        source=fact(part, "source", str), text=part.section("text").array("<i4", most=most).astype(np.int32),
+        base=count(part, "base"), bridge=bridge, session=partial(_read_with_pages, part),
+    )  # fmt: skip
 
 
-def _open_reader(part: Container, heap: PageHeap, limits: Limits) -> SessionState:
-    session = read_sections(part, heap, limits)
-    session.pages = [
-        PageImage(source=page) for page in part.pages("pages", heap.page_bytes, count=len(session.table.blocks))
-    ]
-    return session
+def _read_with_pages(container: Container, heap: PageHeap, limits: Limits) -> SessionState:
+    saved = read_sections(container, heap, limits)
+    stored = container.pages("pages", heap.page_bytes, count=len(saved.table.blocks))
+    saved.pages = [PageImage(source=page) for page in stored]
+    return saved
 
 
 def compare(container: Container, fingerprint: Fingerprint) -> None:
-    """SnapshotMismatch at the first fact that differs."""
+    """Raise SnapshotMismatch at the first fact that differs."""
     theirs = container.facts.get("fingerprint")
     if not isinstance(theirs, dict):
         raise SnapshotError(f"{container.source.name} does not say what model it belongs to")
@@ -358,36 +324,27 @@ def compare(container: Container, fingerprint: Fingerprint) -> None:
 
 
 def read_sections(container: Container, heap: PageHeap, limits: Limits) -> SessionState:
-    """Everything but the chunks' images and statistics, checked against itself and read only if it can be.
+    """Return all but page images and statistics. SnapshotError if they contradict each other.
 
-    Queries of another number, as another policy has them, are of no use and left out.
+    Queries of another number are those of another policy, and are left out.
     """
     length, n_vocab = count(container, "length", most=limits.n_ctx), limits.n_vocab
     tokens = container.section("tokens").array("<i4", most=length).astype(np.int32, copy=False)
     if length != len(tokens) or (length and tokens.max() >= n_vocab):
         raise container.contradiction("tokens")
-    queries = container.section("queries")
-    if queries.size % 4:
+    section, queries = container.section("queries"), np.empty(0, np.float32)
+    if section.size % 4:
         raise container.contradiction("queries")
+    if section.size == 4 * limits.queries:
+        queries = section.array("<f4").astype(np.float32, copy=False)
     return SessionState(
-        tokens=tokens,
-        whole=read_whole(container, length),
-        table=read_ledger(container, length),
-        heap=heap,
-        pages=[],
-        state=container.section("state"),
-        checkpoints=_checkpoints(container, length),
-        queries=(
-            queries.array("<f4").astype(np.float32, copy=False)
-            if queries.size == 4 * limits.queries
-            else np.empty(0, np.float32)
-        ),
-        queries_valid_from=count(container, "queries_from", most=length),
-        policy=_policy(container, length),
+        tokens=tokens, whole=read_whole(container, length), table=read_ledger(container, length), heap=heap, pages=[],
+        state=container.section("state"), checkpoints=_checkpoints(container, length), queries=queries,
+        queries_valid_from=count(container, "queries_from", most=length), policy=_policy(container, length),
         logits=_logits(container, n_vocab),
         rebuild="rebuild" in container.facts and bool(fact(container, "rebuild", bool)),
-        seed=_seed(container),
-    )
+        seed=count(container, "seed", most=2**63, least=-(2**63)),  # -1 asks for a random one
+    )  # fmt: skip
 
 
 # --- parts
@@ -398,7 +355,7 @@ def write_whole(writer: Writer, whole: npt.NDArray[np.bool_]) -> None:
 
 
 def read_whole(container: Container, length: int) -> npt.NDArray[np.bool_]:
-    """Which of the first tokens have seen the whole text before them; none where that was not noted."""
+    """Return which tokens have seen the whole text before them; none for a file of an older build."""
     if "whole" not in container:
         return np.zeros(length, np.bool_)
     bits = container.section("whole").array("u1", most=-(-length // 8))
@@ -421,21 +378,15 @@ def _policy(container: Container, length: int) -> PolicyState | None:
         return None
     if not isinstance(facts, dict) or not isinstance(facts.get("name"), str):
         raise container.contradiction("policy")
-    numbers = [facts.get(key) for key in ("tau", "since_look", "since_reselect", "due", "looks")]
-    whole = [x for x in numbers if type(x) is int and -LARGEST <= x <= LARGEST]
-    if len(whole) != len(numbers) or whole[0] < 1 or not 0 <= whole[4] <= MAX_LOOKS:
-        raise container.contradiction("policy")
-    tau, since_look, since_reselect, due, looks = whole
-    return PolicyState(
-        name=facts["name"],
-        tau=tau,
-        since_look=since_look,
-        since_reselect=since_reselect,
-        due=due,
-        looks=[_look(container, i, length // CHUNK) for i in range(looks)],
-        statistics=done(None),
-        found=read_replays(container, facts, length),
+    part = container.part("", facts)
+    since_look, since_reselect, due = (
+        count(part, name, least=-LARGEST) for name in ("since_look", "since_reselect", "due")
     )
+    return PolicyState(
+        name=facts["name"], tau=count(part, "tau", least=1), since_look=since_look, since_reselect=since_reselect,
+        due=due, looks=[_look(part, i, length // CHUNK) for i in range(count(part, "looks", most=MAX_LOOKS))],
+        statistics=done(None), found=read_replays(container, facts, length),
+    )  # fmt: skip
 
 
 def _look(container: Container, number: int, chunks: int) -> npt.NDArray[np.float32] | None:
@@ -444,7 +395,7 @@ def _look(container: Container, number: int, chunks: int) -> npt.NDArray[np.floa
 
 
 def write_statistics(writer: Writer, saved: SessionState, chunks: slice) -> None:
-    """What the policy keeps of these chunks, if it keeps anything."""
+    """Write the policy's statistics of these chunks, if it keeps any."""
     statistics = None if saved.policy is None else saved.policy.statistics.result()
     if statistics is not None and len(statistics.rows[chunks]):
         writer.section("statistics", np.concatenate(statistics.rows[chunks]))
@@ -452,7 +403,7 @@ def write_statistics(writer: Writer, saved: SessionState, chunks: slice) -> None
 
 
 def read_statistics(container: Container, chunks: int, page_bytes: int) -> Statistics:
-    """The statistics of so many chunks, which cannot be larger than what they are about."""
+    """Return the statistics of `chunks` chunks, at most as large as their images."""
     rows = container.section("statistics").array(np.uint8, most=chunks * page_bytes)
     if chunks == 0 or len(rows) % chunks:
         raise container.contradiction("statistics")
@@ -469,15 +420,8 @@ def _logits(container: Container, n_vocab: int) -> npt.NDArray[np.float32] | Non
     return logits
 
 
-def _seed(container: Container) -> int:
-    seed: int = fact(container, "seed", int)
-    if abs(seed) > 2**63:  # -1 asks for a random one
-        raise container.contradiction("seed")
-    return seed
-
-
 def _beside(work: Callable[[], Statistics]) -> Future[Statistics | None]:
-    """On a thread of its own: statistics of a long text are as large as what is resident."""
+    """Do this on another thread: statistics of a long text are as large as its resident chunks."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="kvflash-statistics")
     future: Future[Statistics | None] = executor.submit(work)
     executor.shutdown(wait=False)

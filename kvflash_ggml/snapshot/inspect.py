@@ -1,7 +1,6 @@
-"""What is in a file of a session, whether it is sound, and which files of a folder may go. Needs no model.
+"""Describes and verifies snapshot files, and finds those of a folder that may be deleted. Needs no model.
 
-Everything a file says about itself is as untrustworthy as the file: what is reported has been checked, or is of a known
-type and on one line.
+Files are not trusted: a reported value has been checked, or has a known type and is on one line.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, SnapshotError
-from ..files import PART, being_written
+from ..files import PART, is_abandoned
 from ..logs import Progress
 from . import codec
 from .container import MAGIC, TABLE, VERSION, Container, FileSource
@@ -23,18 +22,15 @@ from .format import KIND, LEDGER
 
 PAGES = "pages"
 MAX_PAGE = 1 << 30
-MIN_AGE_SECONDS = 60.0
-"""Seconds in which an unfinished file is left alone, whatever else is known of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What a file holds.
+    """The content of a file. A fact that this kind of file does not have is None.
 
-    kind: "snapshot", or what else the container is used for. model: a hash of the GGUF file. resident: chunks that go
-    back to the pool at once. sections: stored bytes by name; the page images count under "pages", as stored. raw_bytes:
-    what the page images take in memory (only Zstandard can say it of compressed ones). compressed: how many of them are
-    stored compressed. What a file of this kind does not say is None.
+    kind: "snapshot", or another use of the container. model: a hash of the GGUF file. resident: chunks that are loaded
+    into the pool. sections: stored bytes by name, page images under "pages". raw_bytes: of the page images in memory;
+    None for compressed ones without Zstandard. compressed: page images that are stored compressed.
     """
 
     path: Path
@@ -59,8 +55,8 @@ class Description:
 
 
 def describe(path: Path) -> Description:
-    """Read the directory and the tables of a file, not what they point to. SnapshotError if it is none, or damaged."""
-    container = _open(path)
+    """Read the directory and the tables of a file. SnapshotError if it is no snapshot, or damaged."""
+    container = Container(FileSource(path))
     facts = container.facts
     fingerprint, settings = _table_of(facts, "fingerprint"), _table_of(facts, "settings")
     policy = settings.get("policy")
@@ -83,34 +79,22 @@ def describe(path: Path) -> Description:
             raw_bytes = None
     checkpoints = facts.get("checkpoints")
     return Description(
-        path=path,
-        kind=_line(container.kind),
-        version=VERSION,
-        bytes=container.source.size,
-        saved_at=path.stat().st_mtime,
-        architecture=_text(fingerprint, "architecture"),
-        model=_text(fingerprint, "model"),
-        build=_text(fingerprint, "llama.cpp"),
-        tokens=_number(facts, "length"),
-        chunks=chunks,
-        resident=resident,
-        pool=_number(settings, "pool"),
-        n_ctx=_number(settings, "n_ctx"),
+        path=path, kind=_line(container.kind), version=VERSION, bytes=container.source.size,
+        saved_at=path.stat().st_mtime, architecture=_text(fingerprint, "architecture"),
+        model=_text(fingerprint, "model"), build=_text(fingerprint, "llama.cpp"), tokens=_number(facts, "length"),
+        chunks=chunks, resident=resident, pool=_number(settings, "pool"), n_ctx=_number(settings, "n_ctx"),
         policy=_line(policy) if isinstance(policy, str) else None,
-        checkpoints=len(checkpoints) if isinstance(checkpoints, list) else None,
-        sections=sections,
-        pages=count,
-        raw_bytes=raw_bytes,
-        compressed=compressed,
-    )
+        checkpoints=len(checkpoints) if isinstance(checkpoints, list) else None, sections=sections, pages=count,
+        raw_bytes=raw_bytes, compressed=compressed,
+    )  # fmt: skip
 
 
 def verify(path: Path, progress: Progress = lambda done, total: None) -> int:
-    """Read all of a file and check every checksum; how many bytes it has. SnapshotError at the first that is wrong.
+    """Read a file, check every checksum, and return its bytes. SnapshotError at the first one that is wrong.
 
-    progress(done, total) is called in bytes. Compressed pages need the package zstandard.
+    progress(done, total): in bytes. Compressed pages need the package zstandard.
     """
-    container = _open(path)
+    container = Container(FileSource(path))
     total, pages = container.source.size, []
     page_bytes = 0
     if PAGES in container:
@@ -139,7 +123,7 @@ def verify(path: Path, progress: Progress = lambda done, total: None) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removable:
-    """A file that may go. why: "abandoned", "old" or "oldest"."""
+    """A file that may be deleted. why: "abandoned", "old" or "oldest"."""
 
     path: Path
     bytes: int
@@ -147,17 +131,17 @@ class Removable:
 
 
 def removable(folder: Path, *, older_than: float | None = None, larger_than: int | None = None) -> list[Removable]:
-    """Files of a folder that may go: what killed saves have left, snapshots by age, and the oldest of the rest.
+    """Return files of a folder that may be deleted: unfinished ones of killed processes, old ones, and the oldest.
 
-    older_than: days since they were saved. larger_than: bytes that the snapshots of the folder may take together. Files
-    that are no snapshots, links and what lies in subfolders do not count. SnapshotError if the folder cannot be read.
+    older_than: days since they were saved. larger_than: bytes that the snapshots of the folder may take together.
+    Other files, links and subfolders do not count. SnapshotError if the folder cannot be read.
     """
     now = time.time()
     found: list[Removable] = []
     retained: list[tuple[float, Path, int]] = []
     for path, status in _files(folder):
         if path.name.startswith(".") and path.name.endswith(PART):
-            if now - status.st_mtime > MIN_AGE_SECONDS and _is_ours(path) and not being_written(path):
+            if _is_ours(path) and is_abandoned(path):
                 found.append(Removable(path=path, bytes=status.st_size, why="abandoned"))
         elif _is_ours(path):
             if older_than is not None and now - status.st_mtime > older_than * 86_400:
@@ -180,13 +164,13 @@ def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
     except OSError as err:
         raise SnapshotError(f"cannot read the folder {folder}: {err.strerror or err}") from err
     for entry in entries:
-        with suppress(OSError):  # somebody else may be tidying up
+        with suppress(OSError):  # another process may delete it
             if entry.is_file(follow_symlinks=False):
                 yield Path(entry.path), entry.stat(follow_symlinks=False)
 
 
 def _is_ours(path: Path) -> bool:
-    """Does it begin as a snapshot does? One that was never finished does too."""
+    """Return whether it begins as a snapshot, finished or not."""
     head = bytearray(len(MAGIC))
     try:
         FileSource(path).read_into(0, memoryview(head))
@@ -198,12 +182,8 @@ def _is_ours(path: Path) -> bool:
 # --- what a file says
 
 
-def _open(path: Path) -> Container:
-    return Container(FileSource(path))
-
-
 def _page_bytes(container: Container) -> int:
-    """The size of a page image; 0 without any. The raw ones have it, and compressed ones name it."""
+    """Return the bytes of a page image in memory; 0 without any."""
     table = container.section(PAGES).array(TABLE)
     if not len(table):
         return 0
@@ -236,6 +216,6 @@ def _number(facts: dict[str, Any], name: str) -> int | None:
 
 
 def _line(text: str) -> str:
-    """Nothing that could move a terminal's cursor, and not endless."""
+    """Return at most 80 characters, without those that control a terminal."""
     shown = "".join(char if char.isprintable() else "?" for char in text[:80])
     return shown if len(text) <= 80 else shown + "..."

@@ -1,4 +1,4 @@
-"""Saves the session of one model, as a file or as bytes, and puts it back."""
+"""Saves the session of one model, as a file or as bytes, and loads it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("kvflash_ggml")
 
 
 class SnapshotStore:
-    """fingerprint: reads that of the model, called when it is first needed. n_vocab: bounds the tokens of a file."""
+    """Saves and loads a session. fingerprint: of the model, called when first needed. n_vocab: bounds tokens."""
 
     def __init__(self, session: Sequence, *, fingerprint: Callable[[], Fingerprint], n_vocab: int) -> None:
         self._session = session
@@ -35,7 +35,7 @@ class SnapshotStore:
 
     @property
     def forked(self) -> bool:
-        """Is this the child of the process that made it? Its threads have stayed behind."""
+        """Whether this is a child of the process that made the store: threads do not survive a fork."""
         return os.getpid() != self._process
 
     @cached_property
@@ -44,21 +44,16 @@ class SnapshotStore:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What may differ between saving and restoring, for whoever reads the file."""
+        """Facts of the file that may differ when it is restored."""
         session, config = self._session, self._session.config
         return {
-            "pool": session.pool.share,
-            "n_ctx": session.n_ctx,
-            "policy": session.policy,
-            "tau": config.tau,
-            "sinks": config.sinks,
-            "tail": config.tail,
-            "reading": "exact" if session.reading.exact else "pool",
+            "pool": session.pool.share, "n_ctx": session.n_ctx, "policy": session.policy, "tau": config.tau,
+            "sinks": config.sinks, "tail": config.tail, "reading": "exact" if session.reading.exact else "pool",
             "repair": None,  # of a removed option: the names of prefixes are hashes of these settings
-        }
+        }  # fmt: skip
 
     def save(self, saved: SessionState, path: Path, *, compress: bool, sync: bool = True) -> Future[int]:
-        """Write a file behind the decode, and release `saved`. The result: its size in bytes. sync: see `replacing`."""
+        """Write a file on another thread; return its size in bytes. Takes over `saved`. sync: see `replacing`."""
         try:
             if self.forked:
                 raise SnapshotError(
@@ -90,7 +85,7 @@ class SnapshotStore:
             saved.release()
 
     def dump(self, saved: SessionState) -> bytes:
-        """The same as bytes."""
+        """Return the bytes of a snapshot. Takes over `saved`."""
         stream = BytesIO()
         try:
             format.write(saved, stream, self.fingerprint, self.settings)
@@ -99,7 +94,7 @@ class SnapshotStore:
         return stream.getvalue()
 
     def load(self, source: Path | bytes) -> SessionState:
-        """Open what was saved. Its page images stay in the file until they are needed. To be released."""
+        """Open a snapshot. Page images stay in the file until they are needed. The caller releases the result."""
         opened: Source = BytesSource(source) if isinstance(source, bytes) else FileSource(source)
         container = Container(opened)
         saved = format.read(container, self.fingerprint, self._session.paging.heap, self._session.limits(self._n_vocab))
@@ -116,7 +111,7 @@ class SnapshotStore:
 
 
 def _place(path: Path) -> Path:
-    """Where a file goes, wherever the process is by then: behind links, and never in place of a device or a folder."""
+    """Return the absolute path of a file to write, with links resolved. SnapshotError for a device or a folder."""
     try:
         place = path.resolve()
         usable = place.is_file() or not place.exists()

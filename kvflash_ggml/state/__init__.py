@@ -1,1 +1,1 @@
-"""What is put aside, as values."""
+"""Swapped-out texts as values."""

@@ -1,11 +1,11 @@
-"""A session that has been put aside: everything it needs to go on bit for bit, and nothing that is on the device."""
+"""A swapped-out session: everything that it needs to go on bit for bit, and nothing that is on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol, TypeGuard, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,24 +30,10 @@ class Blob(Protocol):
 
 @dataclass(frozen=True)
 class Bytes:
-    """A blob in memory."""
+    """A blob in memory, or on its way there: `data` is whole when all its pieces are copied."""
 
     data: Buffer
-
-    @property
-    def size(self) -> int:
-        return len(self.data)
-
-    def read(self) -> Buffer:
-        return self.data
-
-
-@dataclass(frozen=True, eq=False)
-class Copied:
-    """A blob on its way to memory: `data` is whole when all its pieces are copied."""
-
-    data: Buffer
-    pieces: Sequence[Future[None]]
+    pieces: Sequence[Future[None]] = field(default=(), compare=False)
 
     @property
     def size(self) -> int:
@@ -59,21 +45,16 @@ class Copied:
         return self.data
 
 
-def is_in_memory(blob: Blob | None) -> TypeGuard[Blob]:
-    """Or on its way there, and not in a file?"""
-    return isinstance(blob, Bytes | Copied)
-
-
-def in_memory(blob: Blob) -> Blob:
-    """The blob itself if it is there, else what is read. SnapshotError if that is damaged."""
-    return blob if is_in_memory(blob) else Bytes(blob.read())
+def in_memory(blob: Blob) -> Bytes:
+    """Return a blob in memory: the same one, or what is read of a file. SnapshotError if that is damaged."""
+    return blob if isinstance(blob, Bytes) else Bytes(blob.read())
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Which drafter it was. Only one of the same origin can go on from what it knew.
+    """Identifies a drafter: another one cannot use its memory.
 
-    name: its kind. model: a hash of its file. window: tokens that it sees at most. types: ggml's, of its K and V.
+    name: its kind. model: a hash of its file. window: maximum tokens of its context. types: ggml's, of its K and V.
     """
 
     name: str
@@ -84,9 +65,10 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedDraft:
-    """length: tokens of the text that it was told of. first, end: the positions that its context holds, from `first` to
-    before `end`. context: them, as llama.cpp writes them. rows: f32, what the target computed for the newest tokens, as
-    the drafter wants it; empty if it keeps none.
+    """The memory of a drafter.
+
+    length: tokens of the text that it was given. context: positions `first` to before `end`, as llama.cpp writes them.
+    rows: f32, what the target computed for the newest tokens; empty if the drafter needs none.
     """
 
     origin: Origin
@@ -98,7 +80,7 @@ class SavedDraft:
 
     @property
     def size(self) -> int:
-        """Bytes, wherever they are."""
+        """Bytes, in memory or in a file."""
         return self.context.size + self.rows.size
 
 
@@ -109,7 +91,7 @@ T = TypeVar("T")
 
 
 def done(value: T) -> Future[T]:
-    """A future whose result is known."""
+    """Return a future that has this result."""
     future: Future[T] = Future()
     future.set_result(value)
     return future
@@ -117,10 +99,7 @@ def done(value: T) -> Future[T]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a saved session can be at most, for a model and a context: nothing larger is read from a file.
-
-    queries: floats of the captured ring.
-    """
+    """Bounds of a saved session, for a model and a context. queries: floats of the captured ring."""
 
     n_ctx: int
     n_vocab: int
@@ -129,7 +108,10 @@ class Limits:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TokenAlignment:
-    """Where the target's tokens and the drafter's end in the text's bytes; the drafter's first `settled` are final."""
+    """Byte positions in the text at which tokens end, of the target and of the drafter.
+
+    The drafter's first `settled` tokens are final.
+    """
 
     ends: Int64s
     drafted_ends: Int64s
@@ -138,10 +120,10 @@ class TokenAlignment:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DrafterState:
-    """A drafter that reads along: its text in its own tokens, and its memory from token `base` on.
+    """The drafter of a policy: its text in its own tokens, and its memory from token `base` on.
 
-    source: which model it is. bridge: None where it has the target's tokenizer. session: that memory, or a function
-    that opens it for the heap of such a model.
+    source: identifies its model. bridge: None with the target's tokenizer. session: the memory, or a function that
+    reads it from a file.
     """
 
     source: str
@@ -151,17 +133,17 @@ class DrafterState:
     session: SessionState | Callable[[PageHeap, Limits], SessionState]
 
     def open(self, heap: PageHeap, limits: Limits) -> SessionState:
-        """The session, to be released. SnapshotError if it is not to be had any more."""
+        """Return the session, for the caller to release. SnapshotError if its file cannot be read."""
         return self.session.share() if isinstance(self.session, SessionState) else self.session(heap, limits)
 
     def release(self) -> None:
-        """Let go of the page images."""
+        """Release the page images."""
         if isinstance(self.session, SessionState):
             self.session.release()
 
 
 class Layout(NamedTuple):
-    """What a row of a policy's statistics means, and its bytes. Rows of another layout are made anew from the keys."""
+    """The form of a row of statistics. A policy computes rows of another form again, from the keys."""
 
     name: str
     row_bytes: int
@@ -169,7 +151,7 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Statistics:
-    """What a policy keeps of each sealed chunk, a row of bytes each. Nobody writes to them: texts share their rows."""
+    """A row of bytes for each sealed chunk, as a policy keeps it. Texts share rows, so nothing may write to them."""
 
     name: str
     rows: Sequence[Row]
@@ -181,10 +163,10 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Replay:
-    """What the end of a prompt has found. Its last step has read `tokens` from `start` on.
+    """How the last step of a prompt was computed, so that the same prompt can be computed alike.
 
-    table: before that step, with the scores that it went by. rebuild: did it bring the resident set to these?
-    ranking, due: the same of the answer's first step.
+    The step read `tokens` from `start` on. table: before that step, with its scores. rebuild: whether the step brought
+    the resident set to these scores. ranking, due: the same for the first step of the answer.
     """
 
     start: int
@@ -196,18 +178,17 @@ class Replay:
 
     @property
     def size(self) -> int:
-        """Bytes of it in memory, about."""
+        """Bytes in memory, roughly."""
         arrays = self.tokens, self.table.scores, self.ranking
         return 16 * len(self.table.blocks) + sum(array.nbytes for array in arrays if array is not None)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PolicyState:
-    """A policy and its clock, between two looks.
+    """A policy and its clock, between two scoring passes.
 
-    looks: scores that have been asked for and not used yet, the oldest first. statistics: of the sealed chunks, as soon
-    as they are at hand; None if the policy keeps them to itself. reader: the model of its own, if the policy has one.
-    found: by the ends of prompts, the newest last.
+    looks: scores that were requested and not used yet, oldest first. statistics: of the sealed chunks; None if the
+    policy does not share them. reader: its drafter, if it has one. found: of the ends of prompts, newest last.
     """
 
     name: str
@@ -221,7 +202,7 @@ class PolicyState:
     found: Sequence[Replay] = ()
 
     def before(self, length: int) -> PolicyState:
-        """What it still is for a text that is cut to `length` tokens, without statistics."""
+        """Return the state for the text cut to `length` tokens, without statistics."""
         found = [one for one in self.found if one.start <= length]
         blank = replace(self, since_look=0, since_reselect=0, due=0, looks=[], reader=None, found=found)
         return replace(blank, statistics=done(None))
@@ -229,11 +210,12 @@ class PolicyState:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SessionState:
-    """tokens: all that were read. whole: of each, has it seen the whole text before it? pages: an image per chunk,
-    retained until `release`. state, checkpoints: what is not pooled, now and by position. queries: the captured ring,
-    flat, true for positions from `queries_valid_from` on. logits: of the last token, if it was just evaluated. rebuild:
-    does the next step bring the resident set to the scores of the table? seed: of the next random numbers. drafts: what
-    drafters know of the text.
+    """A text and everything that was computed for it.
+
+    whole: for each token, whether it has seen the whole text before it. pages: an image per chunk, retained until
+    `release`. state, checkpoints: what is not pooled, at the end and by position. queries: the captured ring, flat,
+    valid for positions from `queries_valid_from` on. logits: of the last token, if it was just evaluated. rebuild:
+    whether the next step brings the resident set to the scores of the table. seed: of the next random numbers.
     """
 
     tokens: Int32s
@@ -258,18 +240,18 @@ class SessionState:
 
     @property
     def size(self) -> int:
-        """Bytes of everything, wherever they are."""
+        """Bytes of everything, in memory or in files."""
         shared = sum(blob.size for blob in self.blobs) + sum(row.nbytes for row in self.rows)
         return len(self.pages) * self.heap.page_bytes + shared + self.own_size
 
     @property
     def blobs(self) -> list[Blob]:
-        """Copies of state, which later texts may have too."""
+        """Copies of state. Later texts may share them."""
         return [self.state, *self.checkpoints.values()]
 
     @property
     def rows(self) -> Sequence[Row]:
-        """The policy's statistics, if they are at hand."""
+        """The policy's statistics, if they have been computed."""
         if self.policy is None or not self.policy.statistics.done():
             return ()
         statistics = self.policy.statistics.result()
@@ -277,14 +259,14 @@ class SessionState:
 
     @property
     def own_size(self) -> int:
-        """Bytes that no other text has: all but page images, copies of state and statistics."""
+        """Bytes that no other text shares: all but page images, copies of state and statistics."""
         looks, found = ((), ()) if self.policy is None else (self.policy.looks, self.policy.found)
         arrays = [self.tokens, self.queries, self.logits, *looks]
         kept: int = sum(array.nbytes for array in arrays if array is not None)
         return kept + sum(one.size for one in self.drafts) + sum(one.size for one in found)
 
     def parts(self) -> Iterator[tuple[int, int]]:
-        """What it has in memory beside its tokens, as (identity, bytes). Texts may share all parts but the first."""
+        """Yield (identity, bytes) of each part beside the tokens. Texts may share all parts but the first."""
         yield id(self), self.own_size - self.tokens.nbytes
         for page in self.pages:
             yield id(page), self.heap.page_bytes
@@ -294,7 +276,7 @@ class SessionState:
             yield id(row), row.nbytes
 
     def share(self) -> SessionState:
-        """The same for another holder, who releases it too. Without the part of a policy's drafter."""
+        """Return the session for another holder, to be released too. A policy's drafter is not part of it."""
         if self._released:
             raise SnapshotError("this session has been released")
         for page in self.pages:
@@ -302,7 +284,7 @@ class SessionState:
         return replace(self, policy=self.policy and replace(self.policy, reader=None))
 
     def release(self) -> None:
-        """Let go of the page images."""
+        """Release the page images."""
         if not self._released:
             self._released = True
             for page in self.pages:

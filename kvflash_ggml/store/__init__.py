@@ -1,1 +1,1 @@
-"""Texts that are not at hand, in memory and in folders: conversations that were put aside, and prefixes of prompts."""
+"""Texts that are not in the pool, in memory and in folders: swapped-out conversations, and prefixes of prompts."""

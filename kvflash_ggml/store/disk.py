@@ -1,7 +1,7 @@
-"""Prefixes of one model in a folder that processes share: what was read once need not be read again.
+"""Prefixes of one model in a folder that processes share: a prefix that one of them has read need not be read again.
 
-Segments of chunks form a tree, so a shared beginning is stored once; one can be gone on from at any of its chunks.
-Nothing is believed because of its name: a file that is not what it should be is deleted, and its text is read again.
+Segments of chunks form a tree, so a shared beginning is stored once. A text can branch off at any chunk.
+Names are not trusted: a file with other content is deleted, and its text is read again.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from ..state.session import Bytes, Limits, PolicyState, SessionState, Statistics
 from .segments import NAME_BYTES, SEGMENT, TAIL, Entry, Segments, chunk_names, extend_name, root_name
 
 MAX_CHUNKS = 256
-"""Chunks of one segment: what is evicted at once."""
+"""Maximum chunks of a segment, which is evicted as a whole."""
 
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """The longest known beginning of a text. segments: per chunk the segment that holds it and the place in it."""
+    """The longest known beginning of a text. segments: for each chunk its segment, and the place in that."""
 
     length: int
     segments: list[tuple[Entry, int]]
@@ -42,7 +42,7 @@ class PrefixMatch:
 
     @property
     def files(self) -> list[Path]:
-        """The one that was written last comes last."""
+        """The file that was written last comes last."""
         segments = dict.fromkeys(entry.path for entry, _ in self.segments)
         return [*segments, *([self.tail.path] if self.tail else [])]
 
@@ -50,8 +50,8 @@ class PrefixMatch:
 class DiskTier:
     """Prefixes of one model under one set of settings.
 
-    folder: of the whole cache; those of other models lie beside. capacity: bytes of the whole folder. stateful: a text
-    can only be continued where a tail is. blank: zeroes the rows of a page image from one on.
+    folder: of the cache, for all models. capacity: bytes of the whole folder. stateful: a text can only be continued
+    from a tail. blank: zeroes the rows of a page image from one on.
     """
 
     def __init__(
@@ -81,26 +81,26 @@ class DiskTier:
     # --- find
 
     def find(self, tokens: Int32s) -> PrefixMatch:
-        """The longest beginning of the text that can be continued from here. Opens nothing but small parts."""
+        """Return the longest beginning of the text that can be continued from here. Reads only small parts of files."""
         names = chunk_names(self._root, tokens)
         by_parent = self._by_parent()
         segments = self._cover(names, by_parent)
         tail, length = self._best_tail(tokens, names[: len(segments) + 1], by_parent)
         if tail is not None and self._stateful and length == len(tokens) and not self._has_logits(tail):
-            # its last token would have to be evaluated again, which cannot be done from there
+            # logits are missing, and recurrent state cannot go back by one token to compute them
             tail, length = self._best_tail(tokens[:-1], names[: len(segments) + 1], by_parent)
         if not self._stateful and len(segments) * CHUNK > length:
             return PrefixMatch(len(segments) * CHUNK, segments, None)
         return PrefixMatch(length, segments[: length // CHUNK], tail)
 
     def known(self, tokens: Int32s) -> int:
-        """How long a beginning of the text has been stored, whether or not it can be continued."""
+        """Return how many tokens of the text's beginning are stored, whether or not they can be continued."""
         return CHUNK * len(self._cover(chunk_names(self._root, tokens), self._by_parent()))
 
     def load(self, found: PrefixMatch, tokens: Int32s, fresh: PolicyState | None) -> SessionState:
-        """What was found, to be restored and released. SnapshotError if it cannot be read.
+        """Return what was found, to be restored and released. SnapshotError if it cannot be read.
 
-        fresh: the clock of a policy that has not looked yet.
+        fresh: the state of a policy that has not scored yet.
         """
         saved = self._read(found, np.asarray(tokens[: found.length], np.int32), fresh)
         for path in found.files:
@@ -109,14 +109,14 @@ class DiskTier:
         return saved
 
     def discard(self, found: PrefixMatch) -> None:
-        """What was found could not be restored: do not find it again."""
+        """Do not find this prefix again: it could not be restored."""
         if all(map(self._all.has, found.files)):
             self.discard_damaged(found.files)
         if all(map(self._all.has, found.files)):
-            self._all.ignore(found.files[-1])
+            self._all.unusable.add(found.files[-1])
 
     def discard_damaged(self, paths: Iterable[Path]) -> None:
-        """Delete those of our files that cannot be read as a whole, so that they are written anew."""
+        """Read each file of this folder to its end, and delete it if it is damaged, so that it is written again."""
         image = memoryview(bytearray(self._heap.page_bytes))
         for path in paths:
             if path.parent == self._folder:
@@ -131,17 +131,10 @@ class DiskTier:
         pages, statistics, whole = self._read_segments(found, chunk_names(self._root, tokens))
         if found.tail is None:
             saved = SessionState(
-                tokens=tokens,
-                whole=whole,
-                table=newest_table(len(pages)),
-                heap=self._heap,
-                pages=[],
-                state=Bytes(b""),
-                checkpoints={},
-                queries=np.empty(0, np.float32),
-                queries_valid_from=found.length,
+                tokens=tokens, whole=whole, table=newest_table(len(pages)), heap=self._heap, pages=[],
+                state=Bytes(b""), checkpoints={}, queries=np.empty(0, np.float32), queries_valid_from=found.length,
                 policy=None,
-            )
+            )  # fmt: skip
         else:
             with self._blaming(found.tail.path):
                 container = self._open(found.tail)
@@ -158,7 +151,7 @@ class DiskTier:
     def _read_segments(
         self, found: PrefixMatch, names: list[str]
     ) -> tuple[list[StoredPage], Statistics | None, npt.NDArray[np.bool_]]:
-        """The images of the chunks, their statistics if there are any, and which tokens have seen the whole text."""
+        """Return the chunks' images, their statistics if all have them, and which tokens have seen the whole text."""
         pages: list[StoredPage] = []
         parts: list[Statistics] = []
         whole: list[npt.NDArray[np.bool_]] = []
@@ -184,7 +177,7 @@ class DiskTier:
         return pages, statistics, np.concatenate(whole) if whole else np.zeros(0, np.bool_)
 
     def _cover(self, names: list[str], by_parent: dict[str, list[Entry]]) -> list[tuple[Entry, int]]:
-        """For each chunk from the first on, a segment that holds it, as far as there are any."""
+        """Return a segment for each chunk, from the first one to the first that none holds."""
         covered: list[tuple[Entry, int]] = []
         at = 0
         while at <= len(covered) and at < len(names):
@@ -196,7 +189,7 @@ class DiskTier:
         return covered
 
     def _shared(self, entry: Entry, names: list[str], at: int) -> int:
-        """How many chunks of a segment that goes on from names[at] belong to the text of these names."""
+        """Return how many chunks of a segment that continues names[at] belong to the text of these names."""
         if names[at + entry.count : at + entry.count + 1] == [entry.end]:
             return entry.count
         try:
@@ -210,7 +203,7 @@ class DiskTier:
     def _best_tail(
         self, tokens: Int32s, names: list[str], by_parent: dict[str, list[Entry]]
     ) -> tuple[Entry | None, int]:
-        """The tail that lies furthest into the text, and where that is."""
+        """Return the tail that lies furthest into the text, and its position."""
         for c in range(len(names) - 1, -1, -1):
             rest = tokens[c * CHUNK : (c + 1) * CHUNK]
             fitting = [
@@ -233,8 +226,9 @@ class DiskTier:
 
     def _by_parent(self) -> dict[str, list[Entry]]:
         found: dict[str, list[Entry]] = {}
-        for entry in self._all.usable(self._folder):
-            found.setdefault(entry.parent, []).append(entry)
+        for entry in self._all.entries(self._folder):
+            if entry.path not in self._all.unusable:
+                found.setdefault(entry.parent, []).append(entry)
         return found
 
     def _open(self, entry: Entry) -> Container:
@@ -246,7 +240,7 @@ class DiskTier:
 
     @contextlib.contextmanager
     def _blaming(self, path: Path) -> Iterator[None]:
-        """What fails here is the fault of this file."""
+        """Reject this file if SnapshotError is raised inside."""
         try:
             yield
         except SnapshotError as err:
@@ -256,10 +250,11 @@ class DiskTier:
     # --- put
 
     def put(self, saved: SessionState) -> None:
-        """Store what is not there yet, and delete what is over the capacity. Raises OSError and SnapshotError."""
+        """Store what is not there yet, and evict what exceeds the capacity. OSError, SnapshotError."""
         if saved.size > self._all.capacity:
             raise SnapshotError(
-                f"a text is larger than the {self._all.capacity >> 20} MiB that the folder may take: allow it more"
+                f"a text of {saved.size >> 20} MiB is larger than the {self._all.capacity >> 20} MiB of the folder: "
+                f"allow more disk_bytes"
             )
         self.folder.make(self._folder)
         names = chunk_names(self._root, saved.tokens)
@@ -270,7 +265,7 @@ class DiskTier:
         self._all.evict()
 
     def _put_segments(self, saved: SessionState, names: list[str]) -> bool:
-        """Store the chunks that are missing. False if other processes delete them as fast."""
+        """Store the missing chunks. Return False if other processes delete them as fast."""
         full = len(names) - 1
         for _ in range(2 * (full // MAX_CHUNKS + 2)):
             by_parent = self._by_parent()
@@ -280,8 +275,8 @@ class DiskTier:
                 return True
             last = min(known + MAX_CHUNKS, full)
             first, short = known, list[Entry]()
-            # segments no larger than what follows are written again with it, so that a text that grows by a few chunks
-            # at a time does not end in thousands of files; not those that other texts go on from
+            # rewrite segments that are no larger than what follows, together with it: else a text that grows by a few
+            # chunks at a time ends in thousands of files. A segment that other texts continue stays
             while first and covered[first - 1][1] + 1 == covered[first - 1][0].count <= min(
                 last - first, MAX_CHUNKS - (last - first)
             ):
@@ -326,31 +321,17 @@ class DiskTier:
 
 
 def newest_table(chunks: int) -> PageTableState:
-    """A page table that has read its text by recency alone: any blocks, newest chunks first."""
+    """Return a page table for any blocks, in which the newest chunks were used last."""
     return PageTableState(
-        blocks=[ANY] * chunks,
-        last_use=list(range(chunks)),
-        clock=chunks,
-        settled=False,
-        pins=frozenset(),
-        scores=None,
+        blocks=[ANY] * chunks, last_use=list(range(chunks)), clock=chunks, settled=False, pins=frozenset(), scores=None
     )
 
 
 def _at_checkpoint(saved: SessionState, pos: int) -> SessionState:
-    """What is known of the session at a position where recurrent state was kept."""
+    """Return the session cut to the position of a checkpoint."""
     chunks = -(-pos // CHUNK)
     return replace(
-        saved,
-        tokens=saved.tokens[:pos],
-        whole=saved.whole[:pos],
-        table=newest_table(chunks),
-        pages=saved.pages[:chunks],
-        state=saved.checkpoints[pos],
-        checkpoints={},
-        queries=np.empty(0, np.float32),
-        queries_valid_from=pos,
-        policy=saved.policy and saved.policy.before(pos),
-        logits=None,
-        rebuild=False,
-    )
+        saved, tokens=saved.tokens[:pos], whole=saved.whole[:pos], table=newest_table(chunks),
+        pages=saved.pages[:chunks], state=saved.checkpoints[pos], checkpoints={}, queries=np.empty(0, np.float32),
+        queries_valid_from=pos, policy=saved.policy and saved.policy.before(pos), logits=None, rebuild=False,
+    )  # fmt: skip

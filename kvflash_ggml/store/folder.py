@@ -1,6 +1,6 @@
-"""A folder of files that several processes may share: conversations and prefixes are kept in one each.
+"""A folder of files that processes share: there is one for conversations, and one for prefixes.
 
-Files appear by renaming (`files.replacing`) and go by deleting. What has been opened stays readable.
+Files appear by renaming (`files.replacing`). An open file stays readable when it is deleted.
 """
 
 from __future__ import annotations
@@ -19,22 +19,19 @@ from stat import S_ISREG
 
 from .. import system
 from ..errors import ConfigError
-from ..files import PART, being_written
+from ..files import PART, being_written, is_abandoned
 
 logger = logging.getLogger("kvflash_ggml")
 
 PATIENCE = 30
 """Seconds to wait for other processes."""
 
-ABANDONED_AFTER_SECONDS = 60
-"""Seconds after which an unfinished file that nobody writes belongs to a process that has died."""
-
 
 class Folder:
     """Files whose names match `names`. Other files are left alone, and so are links and pipes of such names.
 
-    what: it holds, for messages. inside: where the files lie, "." for the folder itself and "*" for its subfolders.
-    Unfinished files of processes that have died are deleted here. ConfigError if the folder cannot be made.
+    what: its content, for messages. inside: "." if the files lie in the folder itself, "*" for its subfolders.
+    Deletes unfinished files of processes that have died. ConfigError if the folder cannot be made.
     """
 
     def __init__(self, path: Path, names: re.Pattern[str], *, what: str, inside: str = ".") -> None:
@@ -45,8 +42,7 @@ class Folder:
         self._failing = set[str]()
         self.make(path)
         for left in self.unfinished():
-            stat = file_stat(left)
-            if stat and time.time() - stat.st_mtime > ABANDONED_AFTER_SECONDS and not being_written(left):
+            if is_abandoned(left):
                 self.delete(left)
 
     def make(self, path: Path) -> None:
@@ -57,21 +53,21 @@ class Folder:
             raise self.error(err) from err
 
     def error(self, err: OSError) -> ConfigError:
-        """What to raise where the folder cannot be used."""
+        """Return the error for a folder that cannot be used."""
         return ConfigError(
             f"cannot keep {self._what} in {self.path}: {err.strerror or err}: name a folder that can be written"
         )
 
     @property
     def free(self) -> int:
-        """Bytes that its disk still takes."""
+        """Free bytes of its disk."""
         return shutil.disk_usage(self.path).free
 
     def files(self, folder: Path) -> list[tuple[Path, re.Match[str]]]:
-        """The files in the folder or a subfolder, by name. One that is not there has none. OSError."""
+        """Return the files in the folder or a subfolder, sorted by name; none if it is missing. OSError."""
         try:
             with os.scandir(folder) as entries:
-                # the name first: there may be many files of others
+                # the name first: there may be many other files
                 named = ((entry, self._names.fullmatch(entry.name)) for entry in entries)
                 ours = [(folder / e.name, match) for e, match in named if match and e.is_file(follow_symlinks=False)]
         except FileNotFoundError:
@@ -79,11 +75,11 @@ class Folder:
         return sorted(ours, key=lambda one: one[0])
 
     def unfinished(self) -> Iterator[Path]:
-        """Files that are being written, or were when their process died."""
+        """Yield files that are being written, or were when their process died."""
         return self.path.glob(f"{self._inside}/.*{PART}")
 
     def delete(self, path: Path) -> None:
-        """A disk that fails leaves the file there. The next start finds it again."""
+        """Delete a file, if it is there. If that fails, warn and leave it."""
         try:
             path.unlink(missing_ok=True)
         except OSError as err:
@@ -91,12 +87,12 @@ class Folder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """No other thread or process adds or evicts files meanwhile. Ends with the process, however that ends.
+        """Keep other threads and processes from adding and evicting files. A lock ends with its process.
 
-        TimeoutError if another process keeps it for PATIENCE seconds, OSError if there is something else of that name.
+        TimeoutError if another process holds it for PATIENCE seconds, OSError if `.lock` is no file.
         """
         path = self.path / ".lock"
-        # others may be able to write to the folder: a link is not followed, a pipe not waited for
+        # the folder may be hostile: follow no link, and wait for no pipe
         file = system.open_file(path, os.O_RDWR | os.O_CREAT, follow=False)
         try:
             if not S_ISREG(os.fstat(file).st_mode):
@@ -111,13 +107,13 @@ class Folder:
             os.close(file)
 
     def failed(self, what: str, why: object) -> None:
-        """Warn that something cannot be written. A full disk stays full: say so once, until `wrote`."""
+        """Warn of a failure, once until `wrote`: a full disk stays full."""
         if what not in self._failing:
             self._failing.add(what)
             logger.warning("%s: %s", what, why)
 
     def wrote(self, what: str) -> None:
-        """The next failure is worth a warning again."""
+        """Warn of the next failure again."""
         self._failing.discard(what)
 
 
@@ -142,13 +138,13 @@ class ScratchFolder:
 
 
 def disk_is_full(err: Exception) -> bool:
-    """Is this what failed, or why it did?"""
+    """Return whether this error, or its cause, is a full disk or quota."""
     cause = err if isinstance(err, OSError) else err.__cause__
     return isinstance(cause, OSError) and cause.errno in {errno.ENOSPC, errno.EDQUOT}
 
 
 def file_stat(path: Path) -> os.stat_result | None:
-    """None if it is gone."""
+    """Return the state of a file; None if it is gone."""
     with contextlib.suppress(OSError):
         return path.stat()
     return None

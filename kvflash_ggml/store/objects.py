@@ -34,16 +34,16 @@ MAX_HANGING = 8
 
 
 class Objects(Protocol):
-    """Objects by name, with slashes. Each method raises OSError where the store fails, and `get` FileNotFoundError."""
+    """Objects by name, with slashes. Methods raise OSError if the store fails, and `get` FileNotFoundError."""
 
     def get(self, name: str) -> bytes: ...
 
     def put(self, name: str, data: bytes) -> None:
-        """Write an object that is named by its content: what is there already has the same bytes."""
+        """Write an object that is named by its content: an object of this name has the same bytes."""
         ...
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write an object unless there is one of this name, in one step; False if there is."""
+        """Write an object atomically, unless there is one of this name; False if there is."""
         ...
 
     def list(self, prefix: str) -> list[Listed]:
@@ -56,9 +56,9 @@ class Objects(Protocol):
 
 
 class FolderObjects:
-    """Objects in a folder, which may lie on a network file system. It is made with the first of them.
+    """Objects in a folder, which may lie on a network file system. The first object makes the folder.
 
-    Nobody waits for the disk: after a loss of power, checksums find the objects that were damaged.
+    No write waits for the disk: checksums find the objects that a loss of power has damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,7 +71,7 @@ class FolderObjects:
         place = self._path / name
         with contextlib.suppress(FileNotFoundError):
             if place.stat().st_size == len(data):
-                os.utime(place)  # it is used from now on: whoever tidies up leaves it
+                os.utime(place)  # so that `prune` leaves it: a state will use it
                 return
         place.parent.mkdir(parents=True, exist_ok=True)
         with replacing(place, sync=False) as file:
@@ -86,7 +86,7 @@ class FolderObjects:
                 file.write(data)
             os.link(part, place)  # whole or not at all, and never over another
         except FileExistsError:
-            return part.stat().st_nlink > 1  # NFS may ask twice, and refuse the second time what it did the first
+            return part.stat().st_nlink > 1  # NFS may repeat a request that it has done, and refuse it then
         finally:
             part.unlink(missing_ok=True)
         return True
@@ -96,7 +96,7 @@ class FolderObjects:
         for folder, _, names in os.walk(self._path / prefix, followlinks=False):
             for name in names:
                 path = Path(folder, name)
-                with contextlib.suppress(FileNotFoundError):  # another server deletes it
+                with contextlib.suppress(FileNotFoundError):  # another server has deleted it
                     stat = path.lstat()
                     found.append(Listed(path.relative_to(self._path).as_posix(), stat.st_size, stat.st_mtime))
         return sorted(found, key=lambda one: one.name)
@@ -106,7 +106,7 @@ class FolderObjects:
 
 
 _S3 = {"config_kwargs": {"connect_timeout": 5, "read_timeout": 20, "retries": {"max_attempts": 3}}}
-"""Of `s3fs`. Its own patience is minutes, and meanwhile a request would wait."""
+"""Options of `s3fs`, whose own limits are minutes."""
 
 
 class RemoteObjects:
@@ -139,7 +139,7 @@ class RemoteObjects:
             with _os_errors():
                 self._fs.pipe_file(f"{self._root}/{name}", data, mode="create")
         except FileExistsError:
-            return self.get(name) == data  # a client that repeats a request is refused what it did the first time
+            return self.get(name) == data  # a client may repeat a request that was done, and is refused then
         return True
 
     def list(self, prefix: str) -> list[Listed]:
@@ -159,7 +159,7 @@ class RemoteObjects:
 
 @contextlib.contextmanager
 def _os_errors() -> Iterator[None]:
-    """Raise what libraries of object stores raise as OSError."""
+    """Turn the errors of libraries of object stores into OSError."""
     try:
         yield
     except OSError:
@@ -169,11 +169,11 @@ def _os_errors() -> Iterator[None]:
 
 
 _TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "created", "creation_time")
-"""What file systems of `fsspec` call the time at which an object was written."""
+"""Names that file systems of `fsspec` have for the time of writing."""
 
 
 def _modified(info: dict[str, Any]) -> float:
-    """When an object was written. OSError if the file system does not say: `prune` would take it for old."""
+    """Return when an object was written. OSError if the file system does not say: `prune` would delete it as old."""
     when = next((info[key] for key in _TIMES if info.get(key) is not None), None)
     if when is None:
         raise OSError(f"{info.get('name')}: this file system does not say when an object was written")

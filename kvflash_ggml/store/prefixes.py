@@ -1,4 +1,4 @@
-"""The prefix cache: texts that were read before are not read again, whether this process read them or another."""
+"""The prefix cache: a prefix that this process or another one has read is not read again."""
 
 from __future__ import annotations
 
@@ -25,15 +25,24 @@ from ..state.session import SessionState
 from .disk import DiskTier, PrefixMatch
 from .texts import Texts
 
+logger = logging.getLogger("kvflash_ggml")
+
 MAX_TEXTS = 128
-"""Each may keep files open from which its pages have not been read yet."""
+"""In memory. Each may keep files open from which its pages have not been read yet."""
+
+MAX_TRIES = 8
+"""Prefixes that may fail to load before the prompt is read as a whole."""
+
+MAX_WAITING = 8
+"""Texts that wait to be written to the folder. Further ones are not stored there."""
+
+UNWRITTEN = "the prefix cache could not be written"
 
 
 class MemoryTier:
-    """Saved sessions by their text, least recently used first.
+    """Saved sessions by their text, least recently used first. Any thread uses it: the heap evicts where it is full.
 
-    capacity: in bytes. in_use: the pages of the text at hand. A lock guards everything, since the heap lets go of texts
-    from whichever thread finds it full.
+    capacity: in bytes. in_use: the pages of the text in the pool.
     """
 
     def __init__(self, heap: PageHeap, capacity: int, in_use: Callable[[], Iterable[PageImage]]) -> None:
@@ -48,16 +57,13 @@ class MemoryTier:
 
     @property
     def size(self) -> int:
-        """Bytes that are held for later alone: what several texts share counts once, a page in use not at all."""
+        """Bytes that only this tier holds. Shared parts count once, and pages in use not at all."""
         with self._lock:
             in_use = sum(self._texts.holds(id(page)) for page in self._in_use())
             return self._texts.size - in_use * self._heap.page_bytes
 
     def put(self, saved: SessionState) -> None:
-        """Keep a session, and release it when it has to go.
-
-        Letting go of a text frees only the pages that no other text has, so a shared beginning stays to the last.
-        """
+        """Keep a session, and release it when it is evicted. Pages that other texts share stay."""
         with self._lock:
             self._texts.add(saved)
             self._texts.add_parts(saved, saved.parts())
@@ -65,15 +71,15 @@ class MemoryTier:
                 pass
 
     def find(self, tokens: Int32s, *, stateful: bool) -> tuple[SessionState | None, int]:
-        """The session from which most of a text can be continued, and how much that is.
+        """Return the session that has the longest usable beginning of a text, and its length; None and 0 without.
 
-        stateful: it can be continued only from its end and from its checkpoints.
+        stateful: a session can be continued only from its end and from its checkpoints.
         """
         best, most = None, (0, False)
         with self._lock:
             for entry in self._texts if len(tokens) < CHUNK else self._texts.alike(tokens):
                 length = common_prefix(entry.tokens, tokens)
-                # at the end of what is asked for, logits are needed: without them a token is evaluated again
+                # a whole prompt is of use with the logits of its end: without them its last token is evaluated again
                 whole = length == entry.length and (length < len(tokens) or entry.logits is not None)
                 if stateful and not whole:
                     last = min(length, len(tokens) - 1)
@@ -83,12 +89,12 @@ class MemoryTier:
         return best, most[0]
 
     def known(self, tokens: Int32s) -> int:
-        """How long a beginning of a text is known, whether or not it can be continued from there."""
+        """Return how long a beginning of a text is known, whether or not it can be continued from there."""
         with self._lock:
-            return self._texts.known(tokens)
+            return self._texts.nearest(tokens)[0]
 
     def take(self, saved: SessionState) -> SessionState | None:
-        """A session to be restored and released, whatever happens to the one that is kept; None if it is gone."""
+        """Return a copy of a kept session, to be restored and released; None if it has been evicted."""
         with self._lock:
             if saved not in self._texts:
                 return None
@@ -96,7 +102,7 @@ class MemoryTier:
             return saved.share()
 
     def evict(self) -> bool:
-        """Let go of the session used longest ago; False if there is none."""
+        """Drop the least recently used session; False if there is none."""
         with self._lock:
             for oldest in self._texts:
                 self.drop(oldest)
@@ -104,14 +110,14 @@ class MemoryTier:
             return False
 
     def drop(self, saved: SessionState) -> None:
-        """Let go of a session, if it is still there."""
+        """Drop a session, if it is still there."""
         with self._lock:
             if saved in self._texts:
                 self._texts.remove(saved)
                 saved.release()
 
     def drop_holders(self, pages: Set[PageImage]) -> None:
-        """Let go of all sessions that have one of these pages."""
+        """Drop all sessions that have one of these pages."""
         for entry in self._texts:
             if not pages.isdisjoint(entry.pages):
                 self.drop(entry)
@@ -121,26 +127,13 @@ class MemoryTier:
             pass
 
 
-logger = logging.getLogger("kvflash_ggml")
-
-
-MAX_TRIES = 8
-"""Prefixes that cannot be used before a text is read as a whole."""
-
-MAX_WAITING = 8
-"""Texts that wait to be written, while generation goes on. What comes then is not stored."""
-
-
-UNWRITTEN = "the prefix cache could not be written"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixCache:
-    """Settings of a prefix cache, to be given to `Llama.set_cache`. One can serve several models.
+    """Settings of a prefix cache, for `Llama.set_cache`. One can serve several models.
 
-    folder: where prefixes are stored for other processes and later runs, None for memory only. disk_bytes: capacity of
-    the folder, for all models together. memory_bytes: capacity in memory, per model. least: shorter prefixes are not
-    worth keeping, in tokens.
+    folder: stores prefixes for other processes and later runs; None for memory only. disk_bytes: capacity of the
+    folder, for all models together. memory_bytes: capacity in memory, per model. least: tokens of the shortest prefix
+    that is kept.
     """
 
     folder: Path | None = None
@@ -154,11 +147,11 @@ class PrefixCache:
             if type(value) is not int or value < 0:
                 raise ConfigError(f"{name} must be a whole number of at least 0, not {value!r}")
         if self.folder is not None:
-            object.__setattr__(self, "folder", Path(self.folder).absolute())  # wherever the process goes
+            object.__setattr__(self, "folder", Path(self.folder).absolute())  # the process may change its directory
 
 
 class Prefixes:
-    """A prefix cache at work for one model. Everything but the writing of files is done on the caller's thread."""
+    """The prefix cache of one model. Only the writing of files happens on another thread than the caller's."""
 
     def __init__(self, cache: PrefixCache, session: Sequence, store: SnapshotStore, *, n_vocab: int) -> None:
         info, heap = session.engine.info, session.paging.heap
@@ -169,7 +162,7 @@ class Prefixes:
         self._memory = MemoryTier(heap, cache.memory_bytes, session.store.pages)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvflash-cache")
         self._writing: list[Future[None]] = []
-        self._newest = np.empty(0, np.int32)  # the text that was kept last, wherever it is now
+        self._newest = np.empty(0, np.int32)  # the text that was kept last
         self._disk: DiskTier | None = None
         if cache.folder is not None:
             self._disk = DiskTier(
@@ -186,17 +179,17 @@ class Prefixes:
         heap.add_reclaimer(self._memory.evict)
 
     def load(self, tokens: Int32s, mine: int, then: Callable[[SessionState], None]) -> None:
-        """Put the session to where more than `mine` tokens of a text can be continued from, if that is known.
+        """Restore the longest known beginning of a text, if it has more than `mine` tokens that can be continued.
 
-        then: called with what is restored. It may go on beyond what is shared: cut it then.
+        then: called with what is restored, which may be longer than the shared beginning: the caller cuts it.
         """
         if self._session.paging.heap.limit is not None:
-            self.flush()  # what waits to be written has pages, and the next text may need their room
+            self.flush()  # texts that wait to be written hold pages, and the next text may need their room
         for _ in range(MAX_TRIES):
             cached, length = self._memory.find(tokens, stateful=self._stateful)
             found = None if self._disk is None else self._disk.find(tokens)
             best = length if found is None else max(length, found.length)
-            # less than a chunk is read sooner than restored, but the end of the text comes with its logits
+            # reading less than a chunk is faster than restoring it, except that a whole text comes with its logits
             worth = best >= max(mine + CHUNK, self.cache.least) or best == len(tokens)
             if best <= mine or not worth:
                 return
@@ -217,7 +210,7 @@ class Prefixes:
     def _load_cached(self, cached: SessionState, then: Callable[[SessionState], None]) -> None:
         saved = self._memory.take(cached)
         if saved is None:
-            raise SnapshotError("it had to go for want of memory")
+            raise SnapshotError("it was evicted because memory was full")
         try:
             restore.load(self._session, saved, then)
         except SnapshotError:
@@ -240,7 +233,7 @@ class Prefixes:
             raise
 
     def discard_lost(self) -> None:
-        """A page of the text could not be read: forget everything that needs it, and the file it was in."""
+        """After a page of the text could not be read: forget all texts that need it, and the damaged file."""
         lost = {page for page in self._session.store.pages() if not self._session.paging.heap.readable(page)}
         self._newest = self._newest[:0]
         self._memory.drop_holders(lost)
@@ -249,9 +242,9 @@ class Prefixes:
             self._disk.discard_damaged({Path(page.source.name) for page in stored})
 
     def branch(self, tokens: Int32s, known: int) -> int | None:
-        """Where a text leaves those that are known, if it cannot be continued from there: worth a checkpoint.
+        """Return where a text leaves the known ones, if it cannot be continued there: a checkpoint pays there.
 
-        known: how much of it the session has. None if there is no such place.
+        known: tokens of it that the session has. None if there is no such place.
         """
         if not self._stateful:
             return None
@@ -262,26 +255,24 @@ class Prefixes:
         return length if length - known >= self.cache.least else None
 
     def usable(self, tokens: Int32s) -> int:
-        """How much of a text need not be read if it goes on from a kept one. Restores nothing."""
+        """Return how many tokens of a text need not be read, as a kept text has them. Restores nothing."""
         _, length = self._memory.find(tokens, stateful=self._stateful)
         length = length if self._disk is None else max(length, self._disk.find(tokens).length)
         return length if length >= self.cache.least else 0
 
     def has(self, tokens: Int32s) -> bool:
-        """Is this very text kept, or too short to be?"""
+        """Return whether exactly this text is kept, or is too short to be."""
         if len(tokens) < self.cache.least or np.array_equal(tokens, self._newest):
             return True
         return self._memory.known(tokens) == len(tokens)
 
     def put(self, saved: SessionState) -> None:
-        """Keep a session, here and in the folder, and release it in the end.
+        """Keep a session in memory and in the folder. Takes over `saved`.
 
-        Without a drafter's part: one that is still loaded knows by itself how much of a text it has read. And without
-        pins that were set at segment time, which are not part of what others share.
+        A drafter's part is left out: a loaded drafter knows how much of a text it has read. Pins are of a request.
         """
-        cached = saved.share()
-        saved.release()
-        saved = cached
+        whole, saved = saved, saved.share()
+        whole.release()
         saved.table.pins = frozenset()
         self._newest = saved.tokens
         if self._disk is not None and not self._snapshot_store.forked:
@@ -293,7 +284,7 @@ class Prefixes:
         self._memory.put(saved)
 
     def flush(self) -> None:
-        """Wait until the folder has everything. A process that was forked has given nothing to be written."""
+        """Wait until everything is written. A forked process has nothing to write."""
         if not self._snapshot_store.forked:
             wait(self._writing)
 
@@ -316,7 +307,7 @@ class Prefixes:
                 f"{self.cache.disk_bytes >> 20} MiB, or fewer disk_bytes"
             )
             self._disk.folder.failed(UNWRITTEN, why)
-        except Exception as err:  # nobody asks this thread how it went
+        except Exception as err:  # nobody reads the result of this thread
             self._disk.folder.failed(UNWRITTEN, err)
         finally:
             saved.release()

@@ -37,12 +37,12 @@ NAME_BYTES = 16
 
 
 def root_name(facts: dict[str, Any]) -> str:
-    """The name of the empty text under these facts. Texts under other facts share nothing with it."""
+    """Return the name of the empty text under these facts. Texts under other facts share nothing with it."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[: 2 * NAME_BYTES]
 
 
 def chunk_names(start: str, tokens: Int32s) -> list[str]:
-    """The names of the text's beginnings at chunk boundaries, the empty one first."""
+    """Return the names of the text's beginnings at chunk boundaries, the empty one first."""
     result = [start]
     for at in range(0, len(tokens) // CHUNK * CHUNK, CHUNK):
         result.append(extend_name(result[-1], tokens[at : at + CHUNK]))
@@ -50,7 +50,7 @@ def chunk_names(start: str, tokens: Int32s) -> list[str]:
 
 
 def extend_name(name: str, tokens: Int32s | Sequence[int]) -> str:
-    """The name of a text that goes on from a named one."""
+    """Return the name of a text that continues a named one with these tokens."""
     data = np.asarray(tokens, "<i4").tobytes()
     return hashlib.blake2b(bytes.fromhex(name) + data, digest_size=NAME_BYTES).hexdigest()
 
@@ -71,7 +71,7 @@ _ROOT = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Entry:
-    """A file of the cache, known by its name. Whether its name is true is seen when it is read."""
+    """A file of the cache, as its name describes it. The name is checked when the file is read."""
 
     path: Path
     parent: str
@@ -90,30 +90,27 @@ class Entry:
 
 
 class Segments:
-    """The files of a prefix cache, of all models together. capacity: their bytes at most."""
+    """The files of a prefix cache, of all models together. capacity: maximum bytes of all."""
 
     def __init__(self, path: Path, *, capacity: int) -> None:
         self.folder = Folder(path, _NAME, what="prefixes", inside="*")
         self.capacity = capacity
         self._names: dict[Path, bytes] = {}  # of segments that have been opened: they never change
-        self._unusable: set[Path] = set()
+        self.unusable: set[Path] = set()
+        """Sound files that cannot be used here."""
 
     def entries(self, folder: Path) -> list[Entry]:
-        """The files of one model, in the order of their names."""
+        """Return the files of one model, sorted by name."""
         with contextlib.suppress(OSError):
-            return [Entry(path, name[1], int(name[2]), name[3], name[4]) for path, name in self.folder.files(folder)]
+            return [entry for path, _ in self.folder.files(folder) if (entry := Entry.of(path)) is not None]
         return []
 
-    def usable(self, folder: Path) -> list[Entry]:
-        """Those that have not failed yet."""
-        return [entry for entry in self.entries(folder) if entry.path not in self._unusable]
-
     def has(self, path: Path) -> bool:
-        """Is it there, and has it not failed yet?"""
-        return path not in self._unusable and path.is_file()
+        """Return whether a file is there and can be used."""
+        return path not in self.unusable and path.is_file()
 
     def names(self, entry: Entry) -> list[str]:
-        """The names at the ends of a segment's chunks. SnapshotError if it cannot be read."""
+        """Return the names at the ends of a segment's chunks. SnapshotError if it cannot be read."""
         data = self._names.get(entry.path)
         if data is None:
             data = bytes(Container(FileSource(entry.path)).section("names").read())
@@ -125,20 +122,16 @@ class Segments:
     # --- changes
 
     def reject(self, path: Path, why: SnapshotError) -> None:
-        """A file is not what it should be: delete it, so that it is written anew.
+        """Delete a damaged file, so that it is written again.
 
-        One that could not be read for lack of rights or of open files may be sound: it is only not used any more.
+        A file that could not be read for lack of rights or of open files may be sound: it stays, unused.
         """
         if isinstance(why.__cause__, OSError):
             if path.exists():
-                self._unusable.add(path)
+                self.unusable.add(path)
             return
         self.delete(path)
         logger.warning("a file of the prefix cache is deleted: %s", why)
-
-    def ignore(self, path: Path) -> None:
-        """Do not use a file any more, though it is sound."""
-        self._unusable.add(path)
 
     def delete(self, path: Path) -> None:
         """Delete a file, if it is there."""
@@ -146,14 +139,14 @@ class Segments:
         self.folder.delete(path)
 
     def written(self, path: Path) -> None:
-        """A file has been written anew."""
+        """Use a file that has just been written."""
         self._names.pop(path, None)
-        self._unusable.discard(path)
+        self.unusable.discard(path)
 
     def evict(self) -> None:
-        """Delete what was used longest ago and nothing goes on from, until the folder fits its capacity.
+        """Delete files that no other file continues, least recently used first, until the folder fits its capacity.
 
-        Files that are being written, or were when their process died, take room as well.
+        Unfinished files count.
         """
         with self.folder.locked():
             files = {entry: stat for entry in self._everything() if (stat := file_stat(entry.path)) is not None}
@@ -175,22 +168,22 @@ class Segments:
                         heapq.heappush(leaves, (_last_use(files[segment]), segment))
 
     def _owners(self, files: Iterable[Entry]) -> dict[str, list[Entry]]:
-        """The segments that hold the chunk before a file, by that chunk's name."""
+        """Return the segments that hold the chunk before a file, by that chunk's name."""
         owners: dict[str, list[Entry]] = {entry.parent: [] for entry in files}
         for entry in files:
             if entry.kind == SEGMENT:
-                with contextlib.suppress(SnapshotError):  # nobody can go on from it
+                with contextlib.suppress(SnapshotError):  # nothing can continue it
                     for name in owners.keys() & set(self.names(entry)):
                         owners[name].append(entry)
         return owners
 
     def _everything(self) -> Iterator[Entry]:
-        """The files of all models."""
+        """Yield the files of all models."""
         for folder in sorted(self.folder.path.iterdir()):
             if _ROOT.fullmatch(folder.name):
                 yield from self.entries(folder)
 
 
 def _last_use(stat: os.stat_result) -> int:
-    """When a file was used last. One from the future says nothing, and must not outlive those of today."""
+    """Return when a file was used last, in ns. A time in the future is wrong, and counts as the oldest."""
     return 0 if stat.st_mtime > time.time() + CLOCK_SKEW_SECONDS else stat.st_mtime_ns

@@ -1,11 +1,11 @@
-"""Texts that the servers of one model share: any of them goes on with a conversation that another has left.
+"""Texts that the servers of one model share: each of them can continue a conversation of another.
 
 All objects are immutable. `blocks/HASH` holds a part of a snapshot and is named by its content, so that two states of a
-text have the blocks of their common beginning once. `heads/BEGIN/ID~NUMBER` says of one state of a conversation which
-blocks it has. The head with the largest number counts. To write the next number is the compare-and-swap: only one
-server can create it, and no clock is asked. A server that finds it taken keeps its text as another conversation.
-`heads/BEGIN/ID~NUMBER~MARKS` is empty. It tells from a listing how a state's text goes on, so that few heads are read.
-`heads/BEGIN/ID~NUMBER~MARKS~soon` is there while a server writes that state: who needs the text waits for it.
+text share the blocks of their common beginning. `heads/BEGIN/ID~NUMBER` lists the blocks of one state of a
+conversation. The head with the largest number counts. Creating the next number is the compare-and-swap: only one
+server succeeds, and no clock matters. A server that finds it taken keeps its text as another conversation.
+`heads/BEGIN/ID~NUMBER~MARKS` is empty. Its name describes the text, so that a search reads few heads.
+`heads/BEGIN/ID~NUMBER~MARKS~soon` announces a state that a server is writing, so that a search waits for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .texts import new_id, usable
 logger = logging.getLogger("kvflash_ggml")
 
 FIRST = 64
-"""Bytes of a snapshot that differ in each state of a text. They stand in the head, and blocks begin behind them."""
+"""Bytes of a snapshot that differ in each state of a text. The head has them, and the blocks have the rest."""
 
 BLOCK = 4 << 20
 
@@ -42,10 +42,10 @@ MAX_HEAD = 64 << 20
 MAX_TOKENS = 1 << 26
 MAX_BYTES = 1 << 42
 RATE_SHARE = 0.3
-"""What the newest transfer has of the mean rate."""
+"""Weight of the newest transfer in the mean rate."""
 
 ANNOUNCED = 1024
-"""Tokens of a text that is announced: a shorter one is there soon enough, or read soon enough."""
+"""Tokens of the shortest text that is announced. Shorter ones are quick to write, and quick to read."""
 
 ANNOUNCED_S = 10.0
 """Seconds that a search waits for a text that is announced. The server that announced it may have died."""
@@ -56,7 +56,7 @@ OLD_S = 60.0
 POLL_S = 0.1
 
 MOST_READ = 4
-"""Heads that a search reads: of texts that share a long beginning, as a system prompt, there may be thousands."""
+"""Maximum heads that a search reads. Thousands of texts may share a system prompt."""
 
 _HEAD = re.compile(
     r"heads/(?P<begin>[0-9a-f]{32})/(?P<id>c-[0-9a-f]{16})~(?P<number>[0-9]{8})"
@@ -67,9 +67,9 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Head:
-    """One state of a conversation. number: grows with each. places: see `usable`. blocks: hashes, in order.
+    """One state of a conversation. number: counts its states. places: see `usable`. blocks: hashes, in order.
 
-    size: bytes of the snapshot. first: its first FIRST bytes. made: on which devices.
+    size: bytes of the snapshot. first: its first FIRST bytes. made: the devices that computed it.
     """
 
     id: str
@@ -98,14 +98,15 @@ def head_name(begin: str, id: str, number: int) -> str:
 
 
 def begin_of(tokens: Int32s, salt: str) -> str:
-    """Return the folder of texts that begin so: with the same first chunk, for the same salt."""
+    """Return the folder of all texts with this first chunk and salt."""
     return hashlib.sha256(f"{salt}\0".encode() + tokens[:CHUNK].astype("<i4").tobytes()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What the name of an object says of a state. marks: chunks, a hash of them, and hashes of 2, 4, 8, ... of them;
-    None for the name of a head. soon: the state is being written.
+    """The name of a head, or of its marks: chunks, a hash of them, and hashes of the first 2, 4, 8, ... of them.
+
+    soon: the state is being written.
     """
 
     begin: str
@@ -116,7 +117,7 @@ class Name:
 
 
 def parse_name(name: str) -> Name | None:
-    """Return what the name of a head, or of its marks, says; None if it is another object's."""
+    """Return the parts of a name; None for the name of another object."""
     found = _HEAD.fullmatch(name)
     if found is None:
         return None
@@ -137,14 +138,14 @@ def chunk_hashes(tokens: Int32s) -> list[str]:
 
 
 def marks_of(tokens: Int32s) -> str:
-    """Return the end of the name that tells how a text goes on. It has a chunk at least."""
+    """Return the marks of a text of at least a chunk, as they stand in a name."""
     hashes = chunk_hashes(tokens)
     steps = [hashes[(2 << i) - 1][:4] for i in range(24) if 2 << i <= len(hashes)]
     return f"{len(hashes):x}-{hashes[-1]}{''.join(steps)}"
 
 
 def alike(marks: tuple[int, str, tuple[str, ...]] | None, hashes: list[str]) -> tuple[int, int]:
-    """Return how many chunks a text shares with those of `hashes`, at least and less than; as its marks tell."""
+    """Return two bounds of the chunks that a text of these marks shares with those of `hashes`: at least, below."""
     if marks is None:
         return 1, 1 << 30
     chunks, end, steps = marks
@@ -171,7 +172,7 @@ def encode(head: Head) -> bytes:
 
 
 def decode(name: str, data: bytes) -> Head:
-    """Read a head. SnapshotError, which names the object, if it is damaged or does not belong there."""
+    """Read a head. SnapshotError, with the object's name, if it is damaged or belongs to another name."""
     said, _, body = data[:MAX_HEAD].partition(b"\n")
     if len(data) > MAX_HEAD or said.decode("latin-1") != hashlib.sha256(body).hexdigest():
         raise SnapshotError(f"{name} is damaged: it does not match its checksum")
@@ -185,7 +186,7 @@ def decode(name: str, data: bytes) -> Head:
 
 
 def _head(facts: dict[str, object]) -> Head:
-    """Check what strangers may have written. ValueError and others for what cannot be."""
+    """Check every fact: the store may be hostile. ValueError and others for an impossible one."""
 
     def whole(value: object, most: int) -> int:
         if type(value) is not int or not 0 <= value <= most:
@@ -218,7 +219,7 @@ def _head(facts: dict[str, object]) -> Head:
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A state that is to be written. base: the head that this server went on from, None for a new conversation."""
+    """A state to write. base: the head that this server continued, None for a new conversation."""
 
     id: str
     salt: str
@@ -231,7 +232,7 @@ class Draft:
 class SharedTexts:
     """The store of one model. Any thread uses it.
 
-    made: the devices that compute here. bandwidth: bytes per second at most, 0 for no limit. clock, sleep: seconds.
+    made: the devices of this server. bandwidth: bytes per second at most, 0 for no limit. clock, sleep: seconds.
     wall: seconds since 1970.
     """
 
@@ -258,11 +259,11 @@ class SharedTexts:
         """Bytes per second of what was fetched, a moving mean; None before the first."""
 
     def latest(self, begin: str) -> dict[str, int]:
-        """Return the number that counts of each conversation that begins so. OSError."""
+        """Return the newest number of each conversation of a folder. OSError."""
         return {id: name.number for id, name in self._names(begin)[0].items()}
 
     def _names(self, begin: str) -> tuple[dict[str, Name], dict[str, Name]]:
-        """Return of each conversation the number that counts, with its newest marks; and what is announced. OSError."""
+        """Return the newest number of each conversation, with its marks, and the announcements. OSError."""
         numbers, marks, soon = dict[str, int](), dict[str, Name](), dict[str, Name]()
         for one in self._objects.list(f"heads/{begin}"):
             name = parse_name(one.name)
@@ -283,29 +284,29 @@ class SharedTexts:
     def search(
         self, tokens: Int32s, *, salt: str, known: int, numbers: Mapping[str, float], refused: set[str]
     ) -> tuple[Head | None, Collection[str]]:
-        """Return the state that saves most of a prompt, None if none saves more than `known` tokens; and all ids.
+        """Return the state that saves most tokens of a prompt, and all ids. None if none saves more than `known`.
 
-        numbers: states that are known already, by the id of their conversation. refused: names of heads to leave alone,
-        to which those are added that are damaged. OSError.
+        numbers: states that this server has, by the id of their conversation. refused: names to skip, to which the
+        search adds damaged heads. OSError.
         """
         begin, hashes, until = begin_of(tokens, salt), chunk_hashes(tokens), self._clock() + ANNOUNCED_S
         while True:
             names, soon = self._names(begin)
             there = max((alike(one.marks, hashes)[0] for one in names.values() if one.marks is not None), default=0)
+            least = max(
+                there, known // CHUNK + 1
+            )  # of as many chunks as are there, the announced state is the later one
             awaited = [
                 name
                 for name, one in soon.items()
-                if name not in refused
-                and numbers.get(one.id, 0) < one.number
-                and alike(one.marks, hashes)[0] * CHUNK > known
-                and alike(one.marks, hashes)[0] >= there  # of as many chunks it is the later one
+                if name not in refused and numbers.get(one.id, 0) < one.number and alike(one.marks, hashes)[0] >= least
             ]
-            if awaited and self._clock() >= until:
-                refused.update(awaited)  # nobody waits for it again
-            elif awaited:
-                self._sleep(POLL_S)
-                continue
-            break
+            if not awaited:
+                break
+            if self._clock() >= until:
+                refused.update(awaited)  # no search waits for these again
+                break
+            self._sleep(POLL_S)
         shared = {id: alike(name.marks, hashes) for id, name in names.items() if numbers.get(id, 0) < name.number}
         likely = sorted((id for id, (_, below) in shared.items() if below * CHUNK > known), key=lambda id: shared[id])
         best, most = None, known
@@ -315,7 +316,7 @@ class SharedTexts:
                 continue
             try:
                 head = self.read(begin, id, names[id].number)
-            except FileNotFoundError:  # it has just been replaced
+            except FileNotFoundError:  # another server has just replaced it
                 continue
             except SnapshotError as err:
                 refused.add(name)
@@ -362,9 +363,9 @@ class SharedTexts:
                     self._announced.discard(name)
 
     def publish(self, draft: Draft, path: Path) -> Head:
-        """Write a state whose snapshot is the file `path`; its blocks go first. OSError.
+        """Write a state whose snapshot is the file `path`, first its blocks, and return its head. OSError.
 
-        The head has another id than the draft if somebody else has gone on with the conversation since `base`.
+        The head has another id than the draft if another server has continued the conversation since `base`.
         """
         begin, base = begin_of(draft.tokens, draft.salt), draft.base
         goes_on = base is not None and base.id == draft.id and base.begin == begin
@@ -388,7 +389,7 @@ class SharedTexts:
             if self._take(head):
                 break
             id, number = new_id(), 1
-        with suppress(OSError):  # the state is written; the rest is for convenience, and `prune` tidies up
+        with suppress(OSError):  # the state is written: marks save time, and `prune` deletes what is left
             self._objects.put(f"{head.name}~{marks}", b"")
             if base is not None and head.id == base.id:
                 self._objects.delete(base.name)
@@ -396,10 +397,10 @@ class SharedTexts:
         return head
 
     def _take(self, head: Head) -> bool:
-        """Create the head that counts from now on; False if another server was faster."""
+        """Create a head; False if another server was faster."""
         if not self._objects.create(head.name, encode(head)):
             return False
-        # earlier heads are deleted, so that this number may have been free though it is old
+        # earlier heads are deleted: the number may be free and yet not the newest
         if self.latest(head.begin).get(head.id, 0) > head.number:
             self._objects.delete(head.name)
             return False
@@ -426,12 +427,12 @@ class SharedTexts:
         except FileNotFoundError as err:
             raise SnapshotError(f"{name} has gone from the store") from err
         if len(data) != size or hashlib.sha256(data).hexdigest() != hash:
-            self._objects.delete(name)  # whoever writes this block next writes it again
+            self._objects.delete(name)  # so that the next write of this block writes it again
             raise SnapshotError(f"{name} is damaged: {len(data)} bytes that do not match its name")
         return data
 
     def forget(self, head: Head) -> None:
-        """Delete a state of which a block is gone or damaged. OSError."""
+        """Delete a state with a missing or damaged block. OSError."""
         self._objects.delete(head.name)
 
     def erase(self, begin: str, id: str) -> None:
@@ -442,7 +443,7 @@ class SharedTexts:
                 self._objects.delete(one.name)
 
     def _wait(self, size: int) -> None:
-        """Let so many bytes pass, in turn with other threads, within the bandwidth."""
+        """Wait until so many bytes may be transferred, in turn with other threads."""
         if not self._bandwidth:
             return
         with self._lock:

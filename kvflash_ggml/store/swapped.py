@@ -1,4 +1,4 @@
-"""Conversations that are not at hand: in memory, or in the folder, the longest unused first to go."""
+"""Swapped-out conversations: in memory or in a folder, evicted least recently used first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from ..arrays import Int32s, common_prefix
+from ..arrays import Int32s
 from ..errors import ConfigError, KVFlashError
 from .folder import Folder, disk_is_full, file_stat
 from .shared import Head
@@ -18,14 +18,14 @@ from .texts import Texts, new_id, usable
 SUFFIX = ".kvs"
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-"""What a file may be called: never a path, and never hidden."""
+"""Names that users may give to files: no paths, and no hidden files."""
 
 _SWAPPED = re.compile(r"(?P<id>c-[0-9a-f]{16})~(?P<salt>[0-9a-f]*)~(?P<prompt>[0-9]{1,12})\.kvs")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Stored:
-    """A conversation's file. current: it has all of it. places: where, before its end, it can be gone on from."""
+    """A conversation's file. current: whether it has the whole text. places: see `usable`."""
 
     path: Path
     id: str
@@ -36,19 +36,19 @@ class Stored:
 
     @property
     def bytes(self) -> int:
-        """On the disk; none of a file that has gone."""
+        """On the disk; 0 if the file is gone."""
         stat = file_stat(self.path)
         return 0 if stat is None else stat.st_size
 
     @property
     def written(self) -> float:
-        """When, in seconds since 1970; 0 of a file that has gone."""
+        """In seconds since 1970; 0 if the file is gone."""
         stat = file_stat(self.path)
         return 0.0 if stat is None else stat.st_mtime
 
 
 class ConversationFolder:
-    """`swapped/` in it has what the server puts aside. Files of names that users give lie beside that.
+    """A folder for conversations: `parked/` has those that the server swaps out, beside files that users name.
 
     ConfigError if it cannot be made or written.
     """
@@ -64,11 +64,11 @@ class ConversationFolder:
             raise self.swapped.error(err) from err
 
     def named(self, name: str, salt: str) -> Path:
-        """The file of a name that a user gives, for a text of this salt. ConfigError if it is none."""
+        """Return the file of a user's name for a text of this salt. ConfigError for a name that is not allowed."""
         return self.path / f"{self._stem(name)}{f'~{salt}' if salt else ''}{SUFFIX}"
 
     def find(self, name: str, may: Callable[[str], bool]) -> tuple[Path, str] | None:
-        """The newest file of this name whose text's salt passes `may`, and that salt. ConfigError if it is no name."""
+        """Return the newest file of this name whose salt passes `may`, and that salt. ConfigError as in `named`."""
         stem = self._stem(name)
         paths = [self.path / f"{stem}{SUFFIX}", *self.path.glob(f"{stem}~*{SUFFIX}")]
         salts = {path: path.stem[len(stem) + 1 :] for path in paths if path.is_file()}
@@ -86,13 +86,12 @@ class ConversationFolder:
         return name.removesuffix(SUFFIX)
 
     def place(self, id: str, salt: str, prompt: int, *, places: Sequence[int] | None) -> Stored:
-        """Where a conversation goes."""
-        return Stored(
-            path=self.swapped.path / f"{id}~{salt}~{prompt}{SUFFIX}", id=id, salt=salt, prompt=prompt, places=places
-        )
+        """Return the file for a conversation."""
+        path = self.swapped.path / f"{id}~{salt}~{prompt}{SUFFIX}"
+        return Stored(path=path, id=id, salt=salt, prompt=prompt, places=places)
 
     def stored(self) -> list[Stored]:
-        """What is there, the one written longest ago first."""
+        """Return the conversations in the folder, the one written longest ago first."""
         found = [
             Stored(path=path, id=name["id"], salt=name["salt"], prompt=int(name["prompt"]), places=None)
             for path, name in self.swapped.files(self.swapped.path)
@@ -101,22 +100,22 @@ class ConversationFolder:
 
 
 MAX_CONVERSATIONS = 4096
-"""Each is looked at when a request comes that begins as it does."""
+"""A request is compared with all that begin as it does."""
 
 
 class SwappedText(Protocol):
-    """A text that was put aside. It goes on bit for bit, and is released when nobody wants it any more."""
+    """A swapped-out text, which goes on bitwise identical. Its last holder releases it."""
 
     @property
     def tokens(self) -> Int32s: ...
 
     @property
     def places(self) -> Sequence[int] | None:
-        """Where, before its end, it can be gone on from; None for anywhere."""
+        """See `usable`."""
         ...
 
     def parts(self) -> Iterator[tuple[int, int]]:
-        """What it keeps in memory but for its tokens, as (identity, bytes); several texts may have a part together."""
+        """Yield (identity, bytes) of each part in memory but the tokens. Texts may share parts."""
         ...
 
     def release(self) -> None: ...
@@ -124,12 +123,12 @@ class SwappedText(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Conversation:
-    """A text that requests go on with. It is at hand, or on the shelf.
+    """A text that requests continue, in a slot or swapped out.
 
-    id: ours. name: what requests call it, if they do. salt: whose texts may go on from it. tokens: as it was put aside.
-    prompt: how many of them the last request gave; a request that leaves the text before that is another conversation.
-    parked: in memory; stored: in the folder. head: its newest state in the store that servers share; stale: another
-    server has gone on with it since.
+    name: given by requests, if any. salt: only requests of the same salt may continue it. tokens: when it was swapped
+    out. prompt: tokens that the last request gave; a request that leaves the text before that is another conversation.
+    swapped: in memory. stored: in the folder. head: its newest state in the shared store. stale: another server has
+    continued it since.
     """
 
     id: str = field(default_factory=new_id)
@@ -148,16 +147,16 @@ class Conversation:
         return "memory" if self.swapped is not None else "folder" if self.stored is not None else "device"
 
     def usable(self, tokens: Int32s) -> int:
-        """How much of a prompt need not be read if it goes on from here."""
+        """Return how many tokens of a prompt need not be read if it continues this text."""
         source = self.swapped if self.swapped is not None else self.stored
         return 0 if source is None else usable(self.tokens, source.places, tokens)
 
 
 @dataclass(slots=True)
 class SwapCounts:
-    """Conversations that left memory for the folder, that were let go of, and that the folder did not take.
+    """Conversations that moved from memory to the folder, that were dropped, and that the folder did not take.
 
-    Of a shared store: states that were written, that were fetched, and conversations that went on as copies.
+    Of a shared store: states that were written and taken over, and conversations that went on as copies.
     """
 
     stored: int = 0
@@ -169,8 +168,10 @@ class SwapCounts:
 
 
 class SwapStore:
-    """capacity: bytes in memory. folder: where those go that find no room, None to let go of them. read: opens a stored
-    one, write: stores one, and waits until it is on the disk if its last argument says so. One thread uses it.
+    """Keeps swapped-out conversations. One thread uses it.
+
+    capacity: bytes in memory. folder: takes what memory has no room for; None drops that. most: conversations. read:
+    opens a file. write: writes one, and waits until it is on the disk if its last argument says so.
     """
 
     def __init__(
@@ -202,11 +203,14 @@ class SwapStore:
 
     @property
     def size(self) -> int:
-        """Bytes in memory: what several conversations share counts once, and of those in the folder their tokens do."""
+        """Bytes in memory. Shared parts count once; of a conversation in the folder, the tokens count."""
         return self._texts.size
 
     def find(self, tokens: Int32s, *, salt: str, name: str | None) -> tuple[Conversation | None, int]:
-        """The conversation that saves most of a prompt, and how much; of equals one of this name, then the newest."""
+        """Return the conversation that saves most tokens of a prompt, and how many; None and 0 without.
+
+        Of equals, one of this name, then the one used last.
+        """
         best, most = None, (0, False, 0.0)
         for found in self._texts.alike(tokens, salt=salt):
             length = found.usable(tokens)
@@ -216,39 +220,33 @@ class SwapStore:
         return best, most[0]
 
     def nearest(self, tokens: Int32s, *, salt: str) -> tuple[int, int]:
-        """How much of a prompt the text has that has most of it, and how long that text is."""
-        alike = self._texts.alike(tokens, salt=salt)
-        return max(((common_prefix(one.tokens, tokens), len(one.tokens)) for one in alike), default=(0, 0))
-
-    def known(self, tokens: Int32s, *, salt: str) -> int:
-        """How long a beginning of a prompt is known, whether or not it can be gone on from there."""
-        return self._texts.known(tokens, salt=salt)
+        """See `Texts.nearest`."""
+        return self._texts.nearest(tokens, salt=salt)
 
     def put(self, conversation: Conversation, swapped: SwappedText, now: float) -> None:
-        """Put a conversation aside. It holds `swapped` from here on. Others go if there is no room."""
+        """Add a conversation that was swapped out, and evict others if there is no room. Takes over `swapped`."""
         if conversation in self._texts:
             self.take(conversation)
-        self.shelve(conversation, swapped, now)
+        self._insert(conversation, swapped, now)
         self.make_room()
 
-    def shelve(self, conversation: Conversation, swapped: SwappedText, now: float) -> None:
-        """The same for a new one, and room is made later."""
+    def _insert(self, conversation: Conversation, swapped: SwappedText, now: float) -> None:
         conversation.tokens, conversation.swapped, conversation.used = swapped.tokens, swapped, now
         self.add(conversation)
         self._texts.add_parts(conversation, swapped.parts())
 
     def add(self, conversation: Conversation) -> None:
-        """One that is put aside, or that the folder had when the server began."""
+        """Add a conversation that has a file."""
         self._texts.add(conversation, salt=conversation.salt)
 
     def touch(self, conversation: Conversation, now: float) -> None:
-        """It has been gone on from by another: it is the last to go."""
+        """Make a conversation the most recently used one: another one has continued it."""
         conversation.used = now
         self._texts.touch(conversation)
 
     @contextmanager
     def holding(self, conversation: Conversation) -> Iterator[None]:
-        """It is being brought back, and stays meanwhile. Room is made once it has left, perhaps: see `take`."""
+        """Keep a conversation while it is swapped in. Others are evicted afterwards, if room is needed then."""
         self._held = conversation
         try:
             yield
@@ -257,7 +255,7 @@ class SwapStore:
         self.make_room()
 
     def make_room(self) -> None:
-        """Bring memory below its capacity, and the number of conversations below its bound."""
+        """Evict until memory and the number of conversations are within their bounds."""
         if self._held is not None:
             return
         while self._texts.size > self._capacity and self.evict():
@@ -267,23 +265,36 @@ class SwapStore:
             self.drop(next(iter(self._texts)))
 
     def evict(self, *, held: bool = False) -> bool:
-        """Take the one used longest ago out of memory; False if there is none. held: if need be one on its way back."""
-        able = [conversation for conversation in self._texts if conversation.swapped is not None]
-        oldest = next((one for one in able if one is not self._held), able[0] if able and held else None)
-        if oldest is None:
+        """Evict a conversation from memory, least recently used first; False if there is none.
+
+        held: if need be, one that is being swapped in.
+        """
+        able = [one for one in self._texts if one.swapped is not None and (held or one is not self._held)]
+        if not able:
             return False
-        if self.store(oldest, sync=False):  # somebody waits for the room
-            self._release(oldest)
+        able.sort(key=lambda one: one is self._held)
+        first = self._first(able)
+        if self.store(first, sync=False):  # a request waits for the room
+            self._leave_memory(first)
             self.counts.stored += 1
         else:
             self.counts.dropped += 1
-            self.drop(oldest)
+            self.drop(first)
         return True
 
+    def _first(self, able: list[Conversation]) -> Conversation:
+        """Return the conversation to evict, of these, least recently used first."""
+        return able[0]
+
+    def _leave_memory(self, conversation: Conversation) -> None:
+        """Release the memory of a conversation that is stored."""
+        self._release(conversation)
+
     def store(self, conversation: Conversation, *, sync: bool = True) -> bool:
-        """Write it to the folder, unless it is there as it is; False without one, or if it cannot be written. Where the
-        disk is full, those that were used longest ago and are only there go, unless all of them make no room.
-        sync: wait until it is on the disk.
+        """Write a conversation to the folder, unless it is there; False if it cannot be written, or without a folder.
+
+        On a full disk, conversations that are only there are deleted, least recently used first, unless all of them
+        make no room. sync: wait until it is on the disk.
         """
         if self._folder is None:
             return False
@@ -312,7 +323,7 @@ class SwapStore:
         return True
 
     def _forget_file(self, swapped: SwappedText) -> bool:
-        """Let go of the one used longest ago of those in the folder; False if none is there, or all make no room."""
+        """Delete the least recently used of those that are only in the folder; False if all of them make no room."""
         assert self._folder is not None
         able = [one for one in self._texts if one.swapped is None and one is not self._held]
         needed = swapped.tokens.nbytes + sum(dict(swapped.parts()).values())
@@ -324,23 +335,21 @@ class SwapStore:
         return True
 
     def open(self, conversation: Conversation) -> SwappedText:
-        """What is to be resumed, and released by the caller if it comes from the folder: see `Conversation.swapped`."""
+        """Return the text to swap in. The caller releases it, unless it is `Conversation.swapped`."""
         if conversation.swapped is not None:
             return conversation.swapped
         assert conversation.stored is not None
         return self._read(conversation.stored)
 
     def take(self, conversation: Conversation) -> None:
-        """Off the shelf: it is at hand now. Its memory is let go of, a file stays until a newer one takes its place."""
-        self._release(conversation)
-        self._texts.remove(conversation)
+        """Remove a conversation that is in a slot now. Its file stays until a newer one replaces it."""
+        self._remove(conversation)
         if conversation.stored is not None:
             conversation.stored.current = False
 
     def erase(self, conversation: Conversation) -> None:
         """Forget a conversation, its file too."""
-        self._release(conversation)
-        self._texts.remove(conversation)
+        self._remove(conversation)
         self.delete_file(conversation)
 
     def drop(self, conversation: Conversation) -> None:
@@ -348,14 +357,15 @@ class SwapStore:
         self.erase(conversation)
 
     def lose(self, conversation: Conversation) -> None:
-        """Forget a conversation that cannot be brought back."""
-        self.erase(conversation)
+        """Forget a conversation that cannot be swapped in."""
+        self.spoil(conversation)
+        self.drop(conversation)
 
     def spoil(self, conversation: Conversation) -> None:
-        """A text at hand turned out to be of no use: do not take it over from another server again."""
+        """Never take this text over from another server again: it could not be used."""
 
     def delete_file(self, conversation: Conversation) -> None:
-        """Forget the file of a conversation, if it has one."""
+        """Delete the file of a conversation, if it has one."""
         stored, conversation.stored = conversation.stored, None
         if stored is not None and self._folder is not None:
             self._folder.swapped.delete(stored.path)
@@ -366,9 +376,12 @@ class SwapStore:
             self._texts.drop_parts(conversation)
             swapped.release()
 
+    def _remove(self, conversation: Conversation) -> None:
+        self._release(conversation)
+        self._texts.remove(conversation)
+
     def close(self) -> None:
-        """Store what the folder lacks, and let go of everything."""
+        """Store what the folder lacks, and release everything."""
         for conversation in self:
             self.store(conversation)
-            self._release(conversation)
-            self._texts.remove(conversation)
+            self._remove(conversation)

@@ -1,4 +1,4 @@
-"""Conversations of a server that shares a store with others: written behind each answer, and taken over by any."""
+"""Conversations of a server that shares a store: it writes them behind each answer, and takes over those of others."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from .texts import new_id, usable
 logger = logging.getLogger("kvflash_ggml")
 
 READERS = 8
-"""Searches at once: one that fetches much, or waits for another server, does not keep the others."""
+"""Searches at once: a long transfer, or waiting for another server, does not hold up the others."""
 
 REST_S = 10.0
 """Seconds in which a store is not written after a write has failed, and not searched after a search has failed."""
 
 PATIENCE_S = 30.0
-"""How long a request waits for the store while nobody knows how long it takes to read its prompt."""
+"""Seconds that a request waits for the store until the reading rate of prompts is known."""
 
 LEAST_S = 1.0
-"""A request waits so long at least, though its prompt might be read sooner: what is taken over goes on bitwise."""
+"""Seconds that a request waits at least, even if its prompt is read sooner: a text of the store goes on bitwise."""
 
 WRITE, SEARCH = "write", "search"
 
 TRY_AGAIN = 1.25
-"""A store that was too slow is believed to be so much faster the next time: else nobody would ever try it again."""
+"""Factor on the rate of a store that was too slow. Without it the server would never try the store again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a search brings: ids that were in the store and are no more, and the text that is taken over, in a file."""
+    """The result of a search: ids that are no longer in the store, and the fetched text in a file."""
 
     gone: Collection[str]
     head: Head | None = None
@@ -53,10 +53,10 @@ class _Found:
 
 
 class SharedSwapStore(SwapStore):
-    """A `SwapStore` that shares conversations with other servers. What is on its shelf is in memory.
+    """A `SwapStore` that shares conversations with other servers. Its own are in memory.
 
-    One thread uses it; others read and write the store. write and read: of the model, by the path of a file. at_hand:
-    the conversations in slots. wake: called, on another thread, when something was written or found. clock: seconds.
+    One thread uses it; others read and write the store. write, read: of the model, by the path of a file. at_hand:
+    the conversations in slots. wake: called on another thread when something was written or found. clock: seconds.
     more: `capacity` and `most`, see `SwapStore`.
     """
 
@@ -240,7 +240,7 @@ class SharedSwapStore(SwapStore):
         return _Found(gone, head, path)
 
     def collect(self) -> bool:
-        """Take note of what was written and found. Returns whether a search has ended."""
+        """Use the results of writes and searches that have ended. Return whether a search has."""
         for conversation, (written, _) in list(self._writing.items()):
             if written.done():
                 self._settle(conversation)
@@ -263,7 +263,7 @@ class SharedSwapStore(SwapStore):
         return ended
 
     def _take_over(self, head: Head, path: Path) -> None:
-        """Put a text of the store on the shelf. path: its file, which is deleted."""
+        """Add a text of the store. path: its file, which is deleted."""
         try:
             swapped = self._from_file(path)
         except (KVFlashError, OSError) as err:
@@ -289,44 +289,36 @@ class SharedSwapStore(SwapStore):
             logger.info("a text of %s goes on, on %s: up to rounding", head.made or "?", self._shared.made or "?")
         id = new_id() if any(one.id == head.id for one in here) else head.id
         taken = Conversation(id=id, salt=head.salt, tokens=head.tokens, prompt=head.prompt, head=head)
-        self.shelve(taken, swapped, self._clock())  # whoever waits for it comes next
+        self._insert(taken, swapped, self._clock())  # without eviction: the request that waits for it comes next
         self.counts.taken += 1
 
     def put(self, conversation: Conversation, swapped: SwappedText, now: float) -> None:
         alike = self._texts.alike(swapped.tokens, salt=conversation.salt)
         if conversation.stale and any(_begins(swapped.tokens, one.tokens) for one in alike if one is not conversation):
-            swapped.release()  # another server has gone on with it, and so does this one
+            swapped.release()  # this server has the continuation of another one
         else:
             super().put(conversation, swapped, now)
 
     # --- forgetting
 
     def evict(self, *, held: bool = False) -> bool:
-        able = [one for one in self if one is not self._held]
-        if held and self._held is not None and not able:
-            able = [self._held]
-        if not able:
-            queued = next(iter(self._next), None)
-            if queued is not None:
-                self._unqueue(queued)
-            return queued is not None
-        oldest = next((one for one in able if self._is_written(one)), able[0])
-        if self.store(oldest, sync=False):
-            self.counts.stored += 1
-        else:
-            self.counts.dropped += 1
-        self.drop(oldest)
-        return True
+        if super().evict(held=held):
+            return True
+        queued = next(iter(self._next), None)
+        if queued is not None:
+            self._unqueue(queued)
+        return queued is not None
+
+    def _first(self, able: list[Conversation]) -> Conversation:
+        return next((one for one in able if self._is_written(one) and one is not self._held), able[0])
+
+    def _leave_memory(self, conversation: Conversation) -> None:
+        self.drop(conversation)
 
     def drop(self, conversation: Conversation) -> None:
         """Forget a conversation here; the store keeps it."""
         self._unqueue(conversation)
-        self._release(conversation)
-        self._texts.remove(conversation)
-
-    def lose(self, conversation: Conversation) -> None:
-        self.spoil(conversation)
-        self.drop(conversation)
+        self._remove(conversation)
 
     def spoil(self, conversation: Conversation) -> None:
         self._unqueue(conversation)
@@ -348,7 +340,7 @@ class SharedSwapStore(SwapStore):
             conversation.head = None
 
     def _forget_erased(self, tokens: Int32s, salt: str, gone: Collection[str]) -> None:
-        """Drop what the store does not have any more, of what begins as `tokens`: somebody has erased it."""
+        """Drop texts like `tokens` that a client has erased from the store."""
         for one in list(self._texts.alike(tokens, salt=salt)):
             if self._is_written(one) and one.head is not None and one.head.id in gone and one is not self._held:
                 self.drop(one)

@@ -12,7 +12,7 @@ from ..constants import CHUNK
 
 
 class Text(Protocol):
-    """Anything with tokens that do not change while it is kept."""
+    """An object with tokens that do not change while it is kept."""
 
     @property
     def tokens(self) -> Int32s: ...
@@ -28,7 +28,7 @@ class Texts(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._all: dict[T, tuple[str, bytes]] = {}  # how each begins
+        self._all: dict[T, tuple[str, bytes]] = {}  # the salt and the first chunk of each
         self._begins: dict[tuple[str, bytes], list[T]] = {}
         self._parts: dict[T, list[tuple[int, int]]] = {}
         self._holders: Counter[int] = Counter()
@@ -44,13 +44,13 @@ class Texts(Generic[T]):
         return text in self._all
 
     def add(self, text: T, *, salt: str = "") -> None:
-        """The most recently used one. salt: texts of different salts are never compared."""
+        """Add a text as the most recently used one. salt: texts of different salts are never compared."""
         begin = self._all[text] = _begin(text.tokens, salt)
         self._begins.setdefault(begin, []).append(text)
         self.size += text.tokens.nbytes
 
     def remove(self, text: T) -> None:
-        """The text and its parts."""
+        """Remove a text and its parts."""
         self.drop_parts(text)
         begin = self._all.pop(text)
         self._begins[begin].remove(text)
@@ -59,21 +59,22 @@ class Texts(Generic[T]):
         self.size -= text.tokens.nbytes
 
     def touch(self, text: T) -> None:
-        """It is used now."""
+        """Make a text the most recently used one."""
         self._all[text] = self._all.pop(text)
 
     def alike(self, tokens: Int32s, *, salt: str = "") -> Iterable[T]:
-        """Texts that share a chunk with these tokens, or all of them: fewer are read sooner than restored."""
+        """Return texts that share at least a chunk with these tokens. Reading less is faster than restoring it."""
         return self._begins.get(_begin(tokens, salt), ())
 
-    def known(self, tokens: Int32s, *, salt: str = "") -> int:
-        """How long a beginning of these tokens is known, whether or not a text can be continued from there."""
-        return max((common_prefix(one.tokens, tokens) for one in self.alike(tokens, salt=salt)), default=0)
+    def nearest(self, tokens: Int32s, *, salt: str = "") -> tuple[int, int]:
+        """Return how many of these tokens the text begins with that has most of them, and the length of that text."""
+        alike = self.alike(tokens, salt=salt)
+        return max(((common_prefix(one.tokens, tokens), len(one.tokens)) for one in alike), default=(0, 0))
 
     # --- bytes
 
     def add_parts(self, text: T, parts: Iterable[tuple[int, int]]) -> None:
-        """What a text has in memory beside its tokens: (identity, bytes) of each part."""
+        """Count what a text has in memory beside its tokens: (identity, bytes) of each part."""
         self._parts[text] = list(parts)
         for key, size in self._parts[text]:
             self._holders[key] += 1
@@ -81,7 +82,7 @@ class Texts(Generic[T]):
                 self.size += size
 
     def drop_parts(self, text: T) -> None:
-        """It has them no more: those that were counted, though it may have got others since."""
+        """Count the parts of a text no more: those that were added, though the text may have others by now."""
         for key, size in self._parts.pop(text, ()):
             self._holders[key] -= 1
             if not self._holders[key]:
@@ -89,7 +90,7 @@ class Texts(Generic[T]):
                 self.size -= size
 
     def holds(self, key: int) -> bool:
-        """Has a text the part of this identity?"""
+        """Return whether a text has the part of this identity."""
         return key in self._holders
 
 
@@ -98,7 +99,10 @@ def _begin(tokens: Int32s, salt: str) -> tuple[str, bytes]:
 
 
 def usable(text: Int32s, places: Sequence[int] | None, tokens: Int32s) -> int:
-    """How much of a prompt need not be read if it goes on from a text. One token is read in any case."""
+    """Return how many tokens of a prompt need not be read if it continues a text. At least one is read.
+
+    places: where the text can be continued before its end; None for anywhere.
+    """
     shared = min(common_prefix(text, tokens), len(tokens) - 1)
     if places is None or shared == len(text):
         return shared

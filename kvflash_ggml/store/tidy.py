@@ -1,7 +1,7 @@
-"""What is in a store that servers share, whether it is sound, and what of it may go. Needs no model.
+"""Lists and verifies a store that servers share, and finds the objects that may be deleted. Needs no model.
 
-Servers may use the store meanwhile. What they have just written stays: see GRACE_S. In the worst case they lose a state
-to `remove`, notice it by a block that has gone, and prefill that text.
+Servers may use the store meanwhile. Objects that they have just written stay: see GRACE_S. In the worst case a server
+finds that a block is gone, and prefills that text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .objects import Listed, Objects
 from .shared import Head, decode, parse_name
 
 GRACE_S = 3600.0
-"""A block that no state has stays so long: a server may be about to write the state."""
+"""Age from which an unused block may be deleted: before, a server may be about to write its state."""
 
 _PLACE = re.compile(r"(?P<model>[0-9a-f]{32})/(?P<name>.+)")
 _BLOCK = re.compile(r"blocks/[0-9a-f]{64}")
@@ -26,7 +26,7 @@ _BLOCK = re.compile(r"blocks/[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The newest state of a conversation. head: None for a damaged one; why: what is wrong then."""
+    """The newest state of a conversation. head: None for a damaged one, of which `why` tells the error."""
 
     object: Listed
     head: Head | None
@@ -35,7 +35,7 @@ class State:
 
 @dataclass(slots=True)
 class Texts:
-    """What the store has of one model. blocks: by hash. left: what no text needs any more, or does not yet."""
+    """The objects of one model. blocks: by hash. left: objects that no state needs, or needs yet."""
 
     model: str
     states: list[State] = field(default_factory=list)
@@ -44,14 +44,13 @@ class Texts:
 
     @property
     def bytes(self) -> int:
-        """All of it, in the store."""
         objects = [*(state.object for state in self.states), *self.blocks.values(), *self.left]
         return sum(one.size for one in objects)
 
 
 @dataclass(frozen=True, slots=True)
 class Removable:
-    """An object that may go, and why: "old", "room", "damaged" or "left over"."""
+    """An object that may be deleted. why: "old", "room", "damaged" or "left over"."""
 
     name: str
     size: int
@@ -64,7 +63,7 @@ def survey(objects: Objects) -> list[Texts]:
     newest: dict[tuple[str, str, str], Listed] = {}
     marks: list[tuple[tuple[str, str, str], int, Listed]] = []
     listed = {one.name: one for one in objects.list("")}
-    listed |= {one.name: one for one in objects.list("")}  # what was replaced while the first one was made
+    listed |= {one.name: one for one in objects.list("")}  # heads that were replaced during the first listing
     for one in listed.values():
         place = _PLACE.fullmatch(one.name)
         if place is None:
@@ -98,7 +97,7 @@ def survey(objects: Objects) -> list[Texts]:
 
 
 def _state(objects: Objects, one: Listed, model: str, begin: str, id: str) -> State | None:
-    """Read the head of a conversation, or the one that has taken its place since; None if it was erased. OSError."""
+    """Read the head of a conversation, or the one that has replaced it since; None if it was erased. OSError."""
     while True:
         try:
             return State(one, decode(one.name.removeprefix(f"{model}/"), objects.get(one.name)))
@@ -117,7 +116,7 @@ def _state(objects: Objects, one: Listed, model: str, begin: str, id: str) -> St
 
 
 def problems(objects: Objects, texts: Texts) -> Iterator[str]:
-    """Read every block of a model's texts, and tell what is damaged or missing. OSError."""
+    """Read every block of a model, and yield a sentence for each object that is damaged or missing. OSError."""
     yield from (state.why for state in texts.states if state.head is None)
     damaged = set[str]()
     for hash, one in texts.blocks.items():
@@ -136,10 +135,10 @@ def problems(objects: Objects, texts: Texts) -> Iterator[str]:
 def removable(
     texts: list[Texts], *, now: float, older_than: float | None = None, larger_than: int | None = None
 ) -> list[Removable]:
-    """What may go, in the order in which it has to: states before their blocks.
+    """Return the objects that may be deleted, in this order: states come before their blocks.
 
-    older_than: seconds since a conversation was written. larger_than: bytes; those that were written longest ago go
-    until the rest takes no more. Damaged heads go too, and what has been left over for GRACE_S.
+    older_than: seconds since a conversation was written. larger_than: bytes of all; conversations that were written
+    longest ago go first. Damaged heads go too, and objects that no state has needed for GRACE_S.
     """
     gone: list[Removable] = []
     kept: list[tuple[Texts, State]] = []

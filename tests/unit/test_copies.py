@@ -19,7 +19,7 @@ from kvflash_ggml.sequence import copies, restore
 from kvflash_ggml.sequence.copies import THREADS, StateCopies
 from kvflash_ggml.sequence.prefill import extend, rewind_to
 from kvflash_ggml.sequence.sequence import Sequence
-from kvflash_ggml.state.session import Bytes, Copied
+from kvflash_ggml.state.session import Bytes
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_a_copy_outlives_the_next_one(engine: FakeEngine, made: StateCopies) -> 
         first = with_state(engine, 50)
         one = made.copy()
         assert put(engine, made, one) == first, "nobody waits for the copy"
-        assert isinstance(one, Copied)
+        assert isinstance(one, Bytes)
         assert (len(one.pieces), any(piece.done() for piece in one.pieces)) == (THREADS, False)
         threading.Timer(0.05, go.set).start()
         second = with_state(engine, 40)

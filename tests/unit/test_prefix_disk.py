@@ -27,11 +27,11 @@ from support.prefix_texts import (
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, SnapshotError
+from kvflash_ggml.files import ABANDONED_AFTER_SECONDS
 from kvflash_ggml.host.heap import PageHeap
 from kvflash_ggml.state.session import Statistics
 from kvflash_ggml.store import disk, segments
 from kvflash_ggml.store.disk import DiskTier
-from kvflash_ggml.store.folder import ABANDONED_AFTER_SECONDS
 from kvflash_ggml.store.segments import Entry
 
 SYSTEM, A, B, C = (1, 640), (2, 200), (3, 300), (4, 150)
