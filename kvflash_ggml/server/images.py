@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import binascii
 import secrets
+import time
 from typing import Any
 
 from ..batching.messages import Image
 from ..errors import ConfigError, HostMemoryError
 from ..media.files import Limits
+from . import fetch
 from .errors import ApiError
 from .front import Front
 
@@ -42,6 +44,7 @@ class Images:
 
     def __init__(self, front: Front) -> None:
         self._front = front
+        self._until = time.monotonic() + fetch.SECONDS  # for all that is fetched
         self._files: list[tuple[str, str, bytes]] = []  # where each stands in the request, and its kind
 
     def take(self, part: dict[str, Any], where: str) -> str:
@@ -70,17 +73,28 @@ class Images:
     def _image(self, part: dict[str, Any], where: str) -> bytes:
         given: Any = part.get("image_url")
         url = given.get("url") if isinstance(given, dict) else given
-        if not isinstance(url, str) or not url.startswith(_DATA):
+        text = url if isinstance(url, str) else ""
+        web = text.startswith(("http://", "https://"))
+        if web and self._front.settings.media_urls:
+            return self._fetched(text, where)
+        if not text.startswith(_DATA):
             raise ApiError(
                 400,
                 f"{where}: an image comes with the request, and no address or file is fetched: send it as "
-                f"data:image/png;base64,...",
+                f"data:image/png;base64,...{', or start the server with --media-urls' * web}",
                 code="invalid_image",
                 param=where,
             )
-        head, _, text = url.partition(",")
+        head, _, coded = text.partition(",")
         expected = "an image is no data URL in base64, as data:image/png;base64,..."
-        return self._file(text if head.endswith(";base64") else None, where, expected, "image")
+        return self._file(coded if head.endswith(";base64") else None, where, expected, "image")
+
+    def _fetched(self, url: str, where: str) -> bytes:
+        left = self._until - time.monotonic()
+        try:
+            return fetch.fetch(url, self._front.settings.max_image_bytes, max(left, 0.1))
+        except ConfigError as err:
+            raise ApiError(400, f"{where}: {err}", code="invalid_image", param=where) from None
 
     def _sound(self, part: dict[str, Any], where: str) -> bytes:
         given: Any = part.get(SOUND)

@@ -83,6 +83,9 @@ class ServerSettings:
     max_audio_seconds: int = _limits(
         int, least=1, most=1 << 14, default=Limits().seconds, metavar="N", help="Longest sound in seconds."
     )
+    media_urls: bool = _limits(
+        bool, default=False, help="Fetch images that a request names by a URL, from public addresses alone."
+    )
     default_tokens: int = _limits(
         int, "-n", "--max-tokens-default", "--predict", "--n-predict", least=1, default=4096,
         help="Longest answer in tokens, where the request names no limit.",

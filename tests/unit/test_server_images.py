@@ -12,7 +12,9 @@ from support.fake_model import FakeModel, FakePrompts, FakeStep
 from support.fake_server import Server
 
 from kvflash_ggml.batching.messages import Request
+from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.media.files import Limits
+from kvflash_ggml.server import fetch
 
 FILES = [b"\1\2\3", b"\4\5"]
 """The fake has a row for each byte, and a mark before and behind them."""
@@ -174,6 +176,46 @@ def test_an_image_that_is_refused_is_an_error_of_its_request(url: Any, code: str
     assert why in reply.message
     assert "messages.1.content" in reply.message
     assert read(one) == [""]
+
+
+SEEN_AT = "https://photos.example/a.png"
+
+
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        ("/v1/chat/completions", photo(SEEN_AT)),
+        ("/v1/messages", {"type": "image", "source": {"type": "url", "url": SEEN_AT}}),
+    ],
+)
+def test_urls_are_fetched_where_the_server_says_so(
+    path: str, part: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def fetched(url: str, most: int, seconds: float) -> bytes:
+        asked.append((url, most))
+        assert 0 < seconds <= fetch.SECONDS
+        if len(asked) > 1:
+            raise ConfigError("its address is not a public one")
+        return FILES[0]
+
+    monkeypatch.setattr(fetch, "fetch", fetched)
+    data = {"max_tokens": 9, "messages": [user(part, said("b"))]}
+    refused = server().post(path, data)
+    assert (refused.status, asked) == (400, [])
+    assert b"no address or file is fetched" in refused.body
+    assert b"or start the server with --media-urls" in refused.body
+    one = server(media_urls=True, max_image_bytes=24)
+    reply = one.post(path, data)
+    assert reply.status == 200, reply.body
+    assert read(one)[:3] == ["user: <", ROWS[0][1], ""]
+    assert asked == [(SEEN_AT, 24)]
+    reply = server(media_urls=True).post(path, data)
+    assert reply.status == 400
+    assert b"its address is not a public one" in reply.body
+    local = server(media_urls=True).post("/v1/chat/completions", {"messages": [user(photo("file:///etc/passwd"))]})
+    assert (local.status, len(asked)) == (400, 2)
 
 
 def said_aloud(data: Any, format: Any = "wav") -> dict[str, Any]:

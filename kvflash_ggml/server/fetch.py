@@ -1,0 +1,113 @@
+"""Files from public addresses of http and https, for requests that name them: with limits, and without redirects."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import ipaddress
+import socket
+import ssl
+import threading
+from urllib.parse import SplitResult, urlsplit
+
+from ..errors import ConfigError, brief
+
+SECONDS = 10.0
+"""For all files of a request, to the last byte."""
+
+_PIECE = 64 << 10
+_PORTS = {"http": 80, "https": 443}
+_IPV6 = ipaddress.ip_network("2000::/3")
+"""What is routed. The rest has addresses of this network, some of IPv4."""
+
+
+def fetch(url: str, most: int, seconds: float = SECONDS) -> bytes:
+    """The file at a URL, of `most` bytes at most.
+
+    Only a public address is asked, and no other one than was looked at: names may lead to another one the next time.
+    ConfigError for a URL that is refused, and for what cannot be fetched.
+    """
+    parts, port = _parts(url)
+    assert parts.hostname is not None
+    try:
+        found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as err:
+        raise ConfigError(f"{brief(url)} cannot be fetched: the name is not known ({err})") from err
+    if not all(is_public(str(at[0])) for *_, at in found):
+        raise ConfigError(f"{brief(url)} is not fetched: its address is not a public one")
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    with contextlib.closing(_Connection(parts.hostname, port, found[0], parts.scheme == "https", seconds)) as asked:
+        late = threading.Timer(seconds, asked.end)
+        late.start()
+        try:
+            asked.request("GET", path, headers={"User-Agent": "kvflash", "Accept": "image/*", "Connection": "close"})
+            made = _body(asked.getresponse(), url, most)
+        except (OSError, http.client.HTTPException) as err:
+            asked.ended |= isinstance(err, TimeoutError)
+            if not asked.ended:
+                raise ConfigError(f"{brief(url)} cannot be fetched: {brief(err)}") from err
+        finally:
+            late.cancel()
+        if asked.ended:
+            raise ConfigError(f"{brief(url)} cannot be fetched: it takes longer than {seconds:.2g} seconds")
+        return made
+
+
+def is_public(text: str) -> bool:
+    """Is an address one of the open network, and no host's or local network's?"""
+    address = ipaddress.ip_address(text)
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            address = address.ipv4_mapped
+        elif address not in _IPV6 or address.sixtofour is not None or address.teredo is not None:
+            return False
+    return address.is_global and not address.is_multicast and not address.is_reserved
+
+
+def _parts(url: str) -> tuple[SplitResult, int]:
+    try:
+        parts = urlsplit(url)
+        port = parts.port or _PORTS.get(parts.scheme)
+    except ValueError as err:
+        raise ConfigError(f"{brief(url)} is no URL: {err}") from err
+    if port is None or not parts.hostname or parts.username is not None or not url.isascii() or not url.isprintable():
+        raise ConfigError(f"{brief(url)} is not fetched: give a URL of http or https, without a name and a password")
+    return parts, port
+
+
+def _body(reply: http.client.HTTPResponse, url: str, most: int) -> bytes:
+    if 300 <= reply.status < 400:
+        raise ConfigError(f"{brief(url)} leads elsewhere ({reply.status}), which is not followed: give that URL")
+    if reply.status != 200:
+        raise ConfigError(f"{brief(url)} cannot be fetched: its server answers {reply.status}")
+    made = bytearray()
+    while piece := reply.read(_PIECE):
+        made += piece
+        if len(made) > most:
+            raise ConfigError(f"{brief(url)} has more than {most} bytes, which is the most: give a smaller file")
+    if reply.length:
+        raise http.client.IncompleteRead(b"", reply.length)
+    return bytes(made)
+
+
+class _Connection(http.client.HTTPConnection):
+    """To an address that was looked at, wherever the host's name leads by now. ended: was it too slow?"""
+
+    def __init__(self, host: str, port: int, found: tuple[object, ...], secure: bool, seconds: float) -> None:
+        super().__init__(host, port, timeout=seconds)
+        self._found, self._secure = found, secure
+        self.ended = False
+
+    def connect(self) -> None:
+        family, kind, protocol, _, address = self._found
+        self.sock = socket.socket(family, kind, protocol)  # type: ignore[arg-type]
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(address)  # type: ignore[arg-type]
+        if self._secure:
+            self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
+
+    def end(self) -> None:
+        """From another thread: whoever reads or writes gets an error, or the end."""
+        self.ended = True
+        with contextlib.suppress(OSError, AttributeError):
+            self.sock.shutdown(socket.SHUT_RDWR)
