@@ -28,7 +28,7 @@ MAX_HEADS = 8
 """More heads win the maximum by chance, and cost memory and time."""
 
 FLOOR = 0.4
-"""A head counts if it finds at least this share of what the best head finds."""
+"""A head counts if it finds at least this share of the facts that the best head finds."""
 
 RECALLS = 0.3
 """How often the best head ranks the fact's chunk first, for a model that can recall at all."""

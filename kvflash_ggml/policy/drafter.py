@@ -105,7 +105,7 @@ class Reader(Protocol):
 
 
 class Window:
-    """Keeps a drafter at the newest end of a text in the drafter's own tokens, and pushes only what is new to it."""
+    """Keeps a drafter at the newest end of a text in the drafter's own tokens, and pushes only new tokens to it."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter

@@ -43,7 +43,7 @@ EXACT_WORK = 64 * 2**20
 
 
 class Reason(NamedTuple):
-    """What decided about a chunk: a head of a layer, the position of the token whose query it was, and the chunk's
+    """The reason of a chunk's score: a head of a layer, the position of the token whose query it was, and the chunk's
     share of that head's attention. follows: it is recalled because of the chunk before it.
     """
 

@@ -1,1 +1,1 @@
-"""Which slot holds which token, and what moves: pure Python and numpy."""
+"""Which slot holds which token, and which pages move: pure Python and numpy."""

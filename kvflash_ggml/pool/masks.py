@@ -210,8 +210,8 @@ class StageMask:
     def fill(self, start: int, count: int, view: View, *, mutual: bool = False) -> tuple[Halves, int]:
         """Return (rows [count, n], the row of the layer buffer at their first column).
 
-        Every token sees what comes before that column. Of the rest a token sees what is at or before its position, or
-        everything if the tokens are `mutual`.
+        Every token sees the rows before that column. Of the rest a token sees the rows up to its own position, or all
+        rows if the tokens are `mutual`.
         """
         if self._filled != (view.rows, count, mutual):  # steps of a prompt are alike
             seen = np.tri(count, self._data.shape[1], view.rows, dtype=bool)

@@ -80,10 +80,10 @@ class PageTableState:
 
 
 class PageTable:
-    """With sinks, a tail window, pins, and eviction by a ranking or of what was used longest ago.
+    """A page table with sinks, a tail, pins, and eviction by a ranking or of the least recently used chunk.
 
-    blocks: of the pool, which other tables may be on too. images: of this text. bounded: the text can outgrow the
-    blocks; if not, nothing is ever evicted and every setting fits. layout: the table itself, replaced as a whole.
+    blocks: where the table gets blocks from. images: the chunks on the host. sinks, tail: chunks at both ends that
+    stay. bounded: the text can outgrow the blocks; otherwise chunks lie in the order of the text.
     """
 
     def __init__(self, blocks: BlockAllocator, images: Images, *, sinks: int, tail: int, bounded: bool = True) -> None:

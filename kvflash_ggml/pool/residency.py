@@ -46,7 +46,7 @@ def resident(chunks: Iterable[Chunk]) -> tuple[int, ...]:
 
 
 def others(count: int, without: Iterable[int]) -> Chunks:
-    """Return the first `count` chunks except those in `without`."""
+    """Return the first `count` chunks except the chunks in `without`."""
     able = np.ones(count, np.bool_)
     able[[c for c in without if c < count]] = False
     return able.nonzero()[0]

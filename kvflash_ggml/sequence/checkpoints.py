@@ -135,7 +135,7 @@ class Recovery:
 
     @property
     def kept(self) -> int:
-        """Leading tokens that can be recovered: those of sealed chunks whose images were read while all servers
+        """Leading tokens that can be recovered: tokens of sealed chunks whose images were read while all servers
         answered.
 
         For recurrent state and windows, the tokens before the newest checkpoint among them.

@@ -274,7 +274,7 @@ def extend(
 
 
 def rewind_to(sequence: Sequence, length: int) -> None:
-    """Forget tokens from `length` on, and evaluate again what the memory could not keep."""
+    """Forget tokens from `length` on, and evaluate the tokens again that the memory could not keep."""
     again = sequence.ids[:length].copy()
     left = sequence.truncate(length)
     if left < length:

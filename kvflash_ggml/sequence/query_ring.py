@@ -1,6 +1,6 @@
 """The newest queries of a text, captured in a ring of n rows of the engine: row `p % n` has position p.
 
-The ring has more rows than a score uses, so rejected draft rows have not overwritten any of those.
+The ring has more rows than a score uses, so rejected draft rows have overwritten no row that a score uses.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ WORKER_SHARE = 0.5
 """Share of the time that the worker may be busy, where scoring runs beside the device's compute."""
 
 MIXED_THREADS = 4
-"""Where the CPU computes a part of each step, scoring beside it gets one of so many of its threads."""
+"""Where the CPU computes a part of each step, scoring beside it gets one in this many of its threads."""
 
 
 MAX_FOUND = 8
@@ -157,7 +157,7 @@ class Scoring:
         self._run(self.scorer.truncate, length // CHUNK)
 
     def restart(self) -> None:
-        """Drop unused scores: they belong to a text that is gone."""
+        """Drop unused scores, which belong to an earlier text."""
         wait(self.pending)  # results and errors are of no use now
         self.pending.clear()
         self.selection.restart()

@@ -82,7 +82,7 @@ class Sequence:
         self.queries = QueryRing(engine, seq, None if scorer is None else scorer.query_rows)
         self.events = Events(scorer)
         self.scoring = self._open_scoring(scorer)
-        """What feeds the policy; None where recency alone decides who stays."""
+        """Runs the policy; None where recency alone decides which chunks stay."""
         self.relevance = Relevance(self.table, self.queries, self.events, self.scoring)
         self.paging = Paging(engine, seq, self.table, self.mask, self.store, self.ids, self.relevance.sealed)
         self.unfinished = Unfinished()
@@ -140,7 +140,7 @@ class Sequence:
     # --- prompts and answers
 
     def begin(self, count: int) -> None:
-        """Settle what is unfinished, before `count` tokens follow. ContextFull if there is no room for them.
+        """Settle unfinished changes, before `count` tokens follow. ContextFull if there is no room for them.
 
         KVFlashError for a closed model.
         """

@@ -99,8 +99,8 @@ class Step:
 class Unfinished:
     """Holds the function that completes or undoes the change under way. The function can be repeated.
 
-    An interrupt can come between any two statements. So a change first sets `work`, and then acts. Whatever comes next
-    settles what is left.
+    An interrupt can come between any two statements. So a change first sets `work`, and then acts. The next call
+    settles the work that is left.
     """
 
     def __init__(self) -> None:

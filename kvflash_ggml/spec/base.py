@@ -77,7 +77,7 @@ class Drafter(Protocol):
         ...
 
     def propose(self, root: int, most: int) -> Draft | None:
-        """Return what may follow the observed text and then `root`: at most `most` tokens, None for nothing."""
+        """Return tokens that may follow the observed text and then `root`: at most `most` tokens, None for nothing."""
         ...
 
     def truncate(self, length: int) -> None:
@@ -122,7 +122,7 @@ class Remembering(Protocol):
 class FeatureRows:
     """Lets an engine keep the rows that drafters want of each token. Make it once, before the engine's first step.
 
-    n_embd: values of a layer's input. newest: how many of the newest tokens any drafter looks at; None for all.
+    n_embd: values of a layer's input. newest: how many of the newest tokens any drafter uses; None for all.
     UnsupportedError for an architecture that does not give these rows.
     """
 

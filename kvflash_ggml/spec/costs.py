@@ -31,7 +31,7 @@ FADE = 0.98
 """The same after a step without evidence: a bad drafter is tried again some day."""
 
 PATIENCE = 2
-"""And after so many times more steps if the last try was in vain."""
+"""Evidence fades this many times slower after a try in vain."""
 
 HOPE, WEIGHT = 0.8, 4.0
 """Expected acceptance of an unknown drafter, and how many drafts it takes to overrule that."""

@@ -25,7 +25,7 @@ CREDIT = 4.0
 """Plain steps that drafts may cost beyond that."""
 
 EARNED = 8.0
-"""Earlier gains count up to so many times that credit."""
+"""Earlier gains count up to this many times that credit."""
 
 MARGIN = 1.05
 """A change must promise to be this much faster."""
@@ -40,13 +40,13 @@ STAY = 16.0
 """Steps that the rows are expected to stay the same, before it is known."""
 
 FRESH = 128
-"""Plain steps are timed again after the time of so many, and for an answer in a text that has grown by half."""
+"""Plain steps are timed again after the time of this many, and for an answer in a text that has grown by half."""
 
 RECONSIDER = 16
 """Steps until a drafter that is not worth asking is considered again: deciding takes time too."""
 
 PROMPT = 64
-"""From so many unread tokens on, the time of a proposal counts as reading, not as drafting."""
+"""From this many unread tokens on, the time of a proposal counts as reading, not as drafting."""
 
 SPENT = "the budget for drafts is spent"
 
@@ -109,7 +109,7 @@ class Controls:
         return 0
 
     def passed(self, steps: int) -> float:
-        """Note plain steps that were neither timed nor told. Returns the seconds they took, as far as is known."""
+        """Note plain steps that were neither timed nor reported. Returns the seconds they took, as far as is known."""
         return 0.0
 
 
@@ -382,9 +382,9 @@ class Controller(Controls):
     def _best(
         self, tokens: Shares, widths: Collection[int], drafting: Callable[[int], float] = lambda count: 0.0
     ) -> _Choice:
-        """Return the rows that win most tokens a second among those that the budget allows; 1 for a plain step.
+        """Return the rows that win most tokens a second, of the numbers that the budget allows; 1 for a plain step.
 
-        tokens: gain of a step of 1, 2 ... rows. drafting: seconds to draft so many tokens.
+        tokens: gain of a step of 1, 2 ... rows. drafting: seconds to draft a number of tokens.
         """
         change = self._times.switch / max(1.0, self._stay)
         most = self._times.most  # unknown numbers of rows are tried step by step, the cheapest first

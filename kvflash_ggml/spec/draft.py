@@ -123,7 +123,9 @@ def _before_ends(draft: Draft, ends: Collection[int]) -> Draft:
 
 @dataclass(slots=True)
 class Source:
-    """Counts of one drafter: steps that verified its drafts, its tokens that were verified, and those accepted."""
+    """Counts of one drafter: steps that verified its drafts, tokens that were verified, and tokens that were
+    accepted.
+    """
 
     steps: int = 0
     drafted: int = 0

@@ -540,12 +540,12 @@ class SpecStats:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Who is asked for drafts, in this order. Some may rest while several texts are decoded together."""
+        """The drafters that are asked, in this order. Some may rest while several texts are decoded together."""
         return self._speculator.types
 
     @property
     def off(self) -> str | None:
-        """Why nothing is drafted any more, or who rests now, and why; None while all may be asked."""
+        """Why nothing is drafted any more, or which drafters rest now, and why; None while all may be asked."""
         return self._speculator.off or self._speculator.resting
 
     @property

@@ -21,7 +21,7 @@ _Element = TypeVar("_Element", bound=np.generic)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _FEWEST_BITS = 10
 _FEW = 8
-"""So many windows are linked faster one by one."""
+"""This few windows are linked faster one by one."""
 
 
 class Chains:
@@ -142,7 +142,7 @@ REACH = 64
 """A match is not followed further back: every draft has its full length by then."""
 
 EAGER = 32
-"""So many new tokens are indexed when they are observed; fewer wait for the next lookup."""
+"""This many new tokens are indexed when they are observed; fewer wait for the next lookup."""
 
 _BACK = np.arange(REACH)
 
