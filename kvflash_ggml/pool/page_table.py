@@ -304,7 +304,7 @@ class PageTable:
             return Plan(old, NO_MOVES)
         chunks, moves = [*old.chunks], Moves()
         _evict(gone, chunks, moves)
-        there = tuple(c for c in old.resident_chunks if c not in gone)
+        there = tuple(sorted(set(old.resident_chunks).difference(gone)))
         return Plan(Layout(chunks, old.length, old.clock, old.epoch + 1, old.settled, there), moves)
 
     def accept(self, length: int) -> Plan:
