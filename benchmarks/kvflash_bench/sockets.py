@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import SIGILL
 from typing import Any, TypeVar
 
 from kvflash_ggml.constants import KV_TYPES
@@ -63,9 +64,16 @@ class Server:
         self._known.set()
 
     def wait(self) -> None:
-        """Until it takes requests. KVFlashError with what it has said if it ends instead."""
-        if not self._known.wait(START_S) or not self.port:
-            raise KVFlashError(f"the server has not started: {''.join(self.lines)}")
+        """Until it takes requests. KVFlashError with its exit status and what it has said if it ends instead."""
+        if not self._known.wait(START_S):
+            raise KVFlashError(f"the server has not started in {START_S} s: {''.join(self.lines)}")
+        if not self.port:
+            status = self.process.wait(END_S)
+            how = f"by signal {-status}" if status < 0 else f"with status {status}"
+            hint = (
+                "; its kernels for packed weights may not suit this CPU: try --no-repack" if status == -SIGILL else ""
+            )
+            raise KVFlashError(f"the server has not started, it ended {how}{hint}: {''.join(self.lines)}")
 
     def ask(self, path: str, data: dict[str, Any] | None = None, *, timeout_s: float = PATIENCE_S) -> Reply:
         """One request on a connection of its own, and all of its reply. TimeoutError if nothing comes for so long."""

@@ -159,6 +159,19 @@ def test_the_server_of_stock(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("ends", "message"),
+    [("kill -ILL $$", r"by signal 4; .* --no-repack: loading"), ("exit 3", "with status 3: loading")],
+)
+def test_how_a_server_of_stock_ended(ends: str, message: str, tmp_path: Path) -> None:
+    written(tmp_path, "llama-server", f"echo loading >&2; {ends}")
+    with (
+        pytest.raises(KVFlashError, match=message),
+        stock.served(tmp_path, "m.gguf", cells=8192, parallel=4, options=OPTIONS),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [({"questions": ("decode", "speed")}, "'speed' is none of"), ({"length": 64}, "no room for 64 steps")],
 )
