@@ -22,18 +22,31 @@ OPTIONS = ("--kvflash", str(POOL), "-c", "8192", "--kvflash-tau", "16", "--kvfla
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for processes in /proc")
 
 
+def linked(models: dict[str, Path], folder: Path) -> Path:
+    """A folder of two models, "one" and "other"."""
+    folder.mkdir()
+    (folder / "one.gguf").symlink_to(models["dense"])
+    (folder / "other.gguf").symlink_to(models["hybrid"])
+    return folder
+
+
 @pytest.fixture
 def folder(models: dict[str, Path], tmp_path: Path) -> Path:
-    made = tmp_path / "models"
-    made.mkdir()
-    (made / "one.gguf").symlink_to(models["dense"])
-    (made / "other.gguf").symlink_to(models["hybrid"])
-    return made
+    return linked(models, tmp_path / "models")
 
 
 @pytest.fixture
 def sessions(tmp_path: Path) -> Path:
     return tmp_path / "sessions"
+
+
+@pytest.fixture(scope="module")
+def shared(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Path]]:
+    """A server that tests leave running, and its folder of models."""
+    base = tmp_path_factory.mktemp("served")
+    folder = linked(models, base / "models")
+    with serve(None, "--models-dir", str(folder), "--session-dir", str(base / "sessions"), *OPTIONS) as server:
+        yield server, folder
 
 
 @pytest.fixture
@@ -96,14 +109,15 @@ def test_one_the_other_and_the_one_again(served: Served, sessions: Path) -> None
 
 
 @pytest.mark.slow
-def test_two_clients_that_want_two_models(served: Served) -> None:
+def test_two_clients_that_want_two_models(shared: tuple[Served, Path]) -> None:
+    served, _ = shared
     replies: list[tuple[int, int]] = []
 
     def client(model: str, start: int) -> None:
         for words in (100, 120, 140):
             replies.append(answer(served, asked(model, start, words)))
 
-    clients = [threading.Thread(target=client, args=args) for args in (("one", 0), ("other", 500))]
+    clients = [threading.Thread(target=client, args=args) for args in (("one", 1000), ("other", 1500))]
     for one in clients:
         one.start()
     for one in clients:
@@ -112,7 +126,8 @@ def test_two_clients_that_want_two_models(served: Served) -> None:
     assert sum(known > 0 for _, known in replies) == 4, "but for the first of each, the text was known"
 
 
-def test_a_stream_whose_client_leaves(served: Served) -> None:
+def test_a_stream_whose_client_leaves(shared: tuple[Served, Path]) -> None:
+    served, _ = shared
     frames = served.frames("/v1/completions", asked("one", 0, 50, max_tokens=4000, stream=True))
     for _ in range(5):
         next(frames)
@@ -121,7 +136,8 @@ def test_a_stream_whose_client_leaves(served: Served) -> None:
     assert statuses(served)["other"] == "loaded"
 
 
-def test_a_file_that_is_no_model(served: Served, folder: Path) -> None:
+def test_a_file_that_is_no_model(shared: tuple[Served, Path]) -> None:
+    served, folder = shared
     answer(served, asked("one", 0, 300))
     (folder / "bad.gguf").write_bytes(b"GGUF" + bytes(200))
     for _ in range(2):
