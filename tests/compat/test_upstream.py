@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tests").symlink_to(upstream_bindings() / "tests")
     write_mamba(MODELS / "scorer-qwen3-q8_0.gguf", folder / "mamba.gguf")
     write_embedding(MODELS / "scorer-qwen3-q8_0.gguf", folder / "embedding.gguf")
+    shutil.copytree(MODELS / "heads", folder / "heads")
     return folder
 
 
@@ -77,6 +79,7 @@ def run(folder: Path, tests: Path, *options: str, pool: int | None) -> Run:
         "COMPAT_MODELS": json.dumps({name: str(path) for name, path in models.items()}),
         "COMPAT_POOL": str(pool or ""),
         "COMPAT_REPORT": str(report),
+        "KVFLASH_HEADS": str(folder / "heads"),
         # upstream asks for every core; waiting threads must leave them to the other tests
         "OMP_WAIT_POLICY": "passive",
         "PYTHONPATH": os.pathsep.join([str(HERE), str(REPO), os.environ.get("PYTHONPATH", "")]),
