@@ -583,15 +583,19 @@ def test_pings_while_it_waits() -> None:
 
 
 def test_pings_say_what_it_waits_for() -> None:
-    async def work(client: Client) -> list[bytes]:
-        asked = {"prompt": "x" * 2000, "stream": True, "max_tokens": 3}
-        calls = [client.call("POST", "/v1/completions", {**asked, "kvflash": {"conversation": name}}) for name in "ab"]
-        return [bytes((await call.done()).body) for call in calls]
+    """The one is being read until both have said so."""
+    goes_on = threading.Event()
 
-    model = FakeModel(on_step=lambda: time.sleep(0.1))
-    first, second = Server(model, ping_s=0.01).run(work)
-    assert re.search(rb"\n: reading \d+/2000\n", first)
-    assert b": queued\n\n" in second
+    async def work(client: Client) -> None:
+        asked = {"prompt": "x" * 2000, "stream": True, "max_tokens": 3}
+        reads = client.call("POST", "/v1/completions", {**asked, "kvflash": {"conversation": "a"}})
+        await reads.until(lambda reply: re.search(rb": reading \d+/2000\n\n", reply.body) is not None)
+        waits = client.call("POST", "/v1/completions", {**asked, "kvflash": {"conversation": "b"}})
+        await waits.until(lambda reply: b": queued\n\n" in reply.body)
+        goes_on.set()
+        assert (await reads.done()).frames[-1] == (await waits.done()).frames[-1] == "[DONE]"
+
+    Server(FakeModel(on_step=lambda: goes_on.wait(20)), ping_s=0.01).run(work)
 
 
 def test_an_answer_that_was_parked_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
