@@ -85,7 +85,7 @@ class HubModel:
         for name in sorted(name for name in names if name.endswith(".gguf")):
             kind = _beside(name)
             if kind == _PROJECTOR:
-                note(f"{brief(name)}: a projector, not fetched, since commands take no images")
+                note(f"{brief(name)}: a projector; kvflash-run pull {self.repo}:{brief(name)} fetches it for --mmproj")
             elif kind in _DRAFTERS:
                 note(f"{brief(name)}: a drafter; kvflash-run pull {self.repo}:{brief(name)} fetches it for -md")
 

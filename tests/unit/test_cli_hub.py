@@ -119,7 +119,7 @@ def test_pull_fetches_the_usual_file_once(cli: Stage, hub: Hub, cache: Path) -> 
     path = Path(result.stdout.strip())
     assert path.read_bytes() == LARGE
     assert path.resolve() == cache / "models--owner--model-GGUF" / "blobs" / hashlib.sha256(LARGE).hexdigest()
-    assert "mmproj-model-f16.gguf: a projector, not fetched" in result.stderr
+    assert "pull owner/model-GGUF:mmproj-model-f16.gguf fetches it for --mmproj" in result.stderr
     assert f"mtp-model-Q8_0.gguf: a drafter; kvflash-run pull {REPO}:mtp-model-Q8_0.gguf" in result.stderr
     assert cli("pull", REPO, "-q").stderr == ""
     assert hub.fetched() == [("model-Q4_K_M.gguf", None)]
