@@ -84,16 +84,8 @@ class Chatting:
         (choice,) = done["choices"]
         reader = rendered.reader()
         reader.push(choice["text"], end=True, stopped=choice["finish_reason"] == "stop")
-        said = reader.said
-        calls = [call.as_openai() for call in said.calls]
-        message = {
-            "role": "assistant",
-            "content": said.content if said.content.strip() or not calls else None,
-            **({"reasoning_content": said.reasoning} if said.reasoning else {}),
-            **({"tool_calls": calls} if calls else {}),
-        }
         reason = _reason(reader, choice["finish_reason"])
-        answer = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+        answer = {"index": 0, "message": reader.said.as_openai(), "logprobs": None, "finish_reason": reason}
         return {**done, "id": f"chat{done['id']}", "object": "chat.completion", "choices": [answer]}
 
     def _chunks(self, rendered: Rendered, made: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -26,18 +26,9 @@ class ChatAnswer(Answer):
         self._head = f'data: {dumps(self._chunk)[:-1]},"choices":[{{"index":{index},"delta":'
 
     def choice(self, finished: Finished) -> dict[str, Any]:
-        said = self._said(finished)
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": said.content if said.content.strip() or not said.calls else None,
-        }
-        if said.reasoning:
-            message["reasoning_content"] = said.reasoning
-        if said.calls:
-            message["tool_calls"] = [call.as_openai() for call in said.calls]
         return {
             "index": self._index,
-            "message": message,
+            "message": self._said(finished).as_openai(),
             "logprobs": _chat_logprobs(self._logprobs) if self._asked.logprobs else None,
             "finish_reason": self._reason(finished),
         }
