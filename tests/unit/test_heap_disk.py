@@ -91,3 +91,12 @@ def test_what_is_kept_for_later_is_let_go_of_while_a_disk_is_full(
     write(heap, 13, 14)
     assert heap.spills
     assert [set(heap.bytes_of(page)) for page in pages] == [{1}, {2}, {3}], "nothing that is wanted is lost"
+
+
+def test_the_page_that_waited_longest_is_spilled(build: Any) -> None:
+    heap = build(2)
+    first, second = write(heap, 1, 2)
+    with heap.lease([first]):
+        pass
+    write(heap, 3)
+    assert spilled([first, second]) == [False, True], "a lease makes a page the newest"
