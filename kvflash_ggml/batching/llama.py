@@ -60,6 +60,14 @@ class SwappedSequence:
         self.saved.release()
 
 
+def _levelled(steps: Sequence[Pending], most: int, each: int) -> list[Pending]:
+    """Give steps equally many rows: at most so many in all, and so many each. Those that have no room for them are left
+    out, and are computed alone later.
+    """
+    rows = min(max(step.rows for step in steps), most // len(steps), each)
+    return [step for step in steps if step.rows == rows or step.answer.level(step, rows)]
+
+
 MAX_ROWS = 64
 """Rows of a step of several answers, at most."""
 
@@ -220,7 +228,10 @@ class LlamaModel:
             image.load()
 
     def compute(self, steps: Sequence[model.Pending]) -> None:
-        pending, began = cast("Sequence[Pending]", steps), time.perf_counter()
+        pending = cast("Sequence[Pending]", steps)
+        if self._sequence.engine.info.recurrent:
+            pending = _levelled(pending, self.step_rows, self._sequence.engine.info.rs_planes + 1)
+        began = time.perf_counter()
         try:
             errors = together.compute([(step.sequence, step.step) for step in pending], again=False)
         except Exception as err:  # a step could not be taken back: its device is lost

@@ -13,7 +13,7 @@ from ..errors import KVFlashError, SnapshotError
 from ..sequence import together
 from ..sequence.sequence import Sequence
 from ..sequence.step import EVERY, LAST, Step
-from ..spec.draft import ROOT, Draft
+from ..spec.draft import ROOT, Draft, chain
 from ..spec.loop import Speculator
 from ..spec.tree import Rows
 from ..spec.tree import rows as arranged
@@ -24,13 +24,15 @@ from .reader import Reader
 class Verified:
     """A draft whose rows one step verifies. node: the newest accepted one. path: all accepted ones, in order.
 
-    picks: the likeliest token after each row, where nothing else decides. child: the draft's node for the token that
-    was drawn last; None where the draft was wrong.
+    filled: there is no draft, and copies of the root only fill a step, see `Generation.level`. picks: the
+    likeliest token after each row, where nothing else decides. child: the draft's node for the token that was drawn
+    last; None where the draft was wrong.
     """
 
     draft: Draft
     rows: Rows
     speculator: Speculator
+    filled: bool = False
     node: int = ROOT
     path: list[int] = field(default_factory=list)
     picks: list[int] | None = None
@@ -38,7 +40,10 @@ class Verified:
 
     def end(self) -> None:
         """Tell the speculator which rows of the draft were accepted."""
-        self.speculator.verified(self.path, len(self.rows), stopped=self.child is not None)
+        if self.filled:
+            self.speculator.plain(len(self.rows))
+        else:
+            self.speculator.verified(self.path, len(self.rows), stopped=self.child is not None)
 
 
 @dataclass(slots=True)
@@ -49,6 +54,7 @@ class Pending:
     what went wrong. Otherwise the answer computes it alone when it goes on.
     """
 
+    answer: Generation
     sequence: Sequence
     step: Step
     verified: Verified | None = None
@@ -175,7 +181,30 @@ class Generation:
         """Return a step of `advance` as one that a scheduler may compute with steps of other answers."""
         if self._reader.speculator is not None:
             self._reader.speculator.pause()
-        return Pending(self._reader.pooled, step, self._verified)
+        return Pending(self, self._reader.pooled, step, self._verified)
+
+    def level(self, pending: Pending, rows: int) -> bool:
+        """Prepare a step anew that is not computed yet, with `rows` rows: its draft, then copies of its root.
+
+        The copies are rolled back like rejected drafts. Returns False, and changes nothing, where there is no room for
+        them or nothing could roll back.
+        """
+        reader, sequence, verified = self._reader, pending.sequence, self._verified
+        speculator = reader.speculator
+        if speculator is None or rows > min(sequence.room_ahead, sequence.engine.info.rs_planes + 1):
+            return False
+        root, draft = int(pending.step.tokens[0]), chain([], "") if verified is None else verified.draft
+        draft = draft.first(rows - 1).padded(rows - 1, root)
+        try:
+            step = sequence.prepare_drafts(arranged(root, draft).tokens, None)
+        except KVFlashError:
+            return False
+        if verified is not None:
+            speculator.cut(rows - 1)
+        filled = verified is None or verified.filled or rows == 1
+        self._verified = pending.verified = Verified(draft, arranged(root, draft), speculator, filled)
+        pending.step = step
+        return True
 
     def compute(self, step: Step, pending: Pending | None = None) -> None:
         """Compute a step of `advance`, or go on with one that was `pending` and computed with others.
@@ -190,6 +219,7 @@ class Generation:
                 if reader.speculator is not None:
                     reader.speculator.resume(pending.seconds, pending.beside)
                 pending.finish()
+                step = pending.step
                 self._likeliest = step.likeliest[-1] if reader.greedy and verified is None else None
         except KVFlashError as err:
             if verified is not None:

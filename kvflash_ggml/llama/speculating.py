@@ -144,8 +144,8 @@ def open_drafting(
     """Open who was found, before the first step. They are closed by the stack.
 
     Raises what they raise, and UnsupportedError where llama.cpp does not give what they want of the target; where
-    nobody was named, a warning is all, and the text drafts alone. ConfigError for a deterministic pool and one who
-    drafts only while nobody else is decoded.
+    nobody was named, a warning is all, and the text drafts alone. ConfigError for a deterministic pool where other
+    texts would change how many rows a step has.
     """
     spec = config.spec
     if not rows:
@@ -153,12 +153,13 @@ def open_drafting(
     ends = _ends(llm)
     if spec is None:
         return Drafting(rows=rows, ends=ends)
-    lone = next((one.type for one in found if is_lone(one.type, config, engine)), None)
-    if lone is not None and config.deterministic:
-        raise ConfigError(
-            f"deterministic: {lone} drafts while one text is decoded alone, so others change what is resident;"
-            f" parallel is {config.parallel}: leave out one of them"
-        )
+    if config.deterministic and config.sequences > 1:
+        bound = [one.type for one in found if engine.info.recurrent or is_lone(one.type, config, engine)]
+        if bound:
+            raise ConfigError(
+                f"deterministic: what {bound[0]} drafts depends on the texts beside, and so does what is resident;"
+                f" parallel is {config.parallel}: leave out one of them"
+            )
     try:
         with ExitStack() as opening:
             target = _target(llm, spec, ends)
@@ -195,10 +196,11 @@ _BY_FILE: dict[str, Callable[..., Drafter]] = {DFLASH: DFlash, EAGLE3: Eagle3, S
 def is_lone(type: str, config: KVFlashConfig, engine: Engine) -> bool:
     """Does a drafter of this type draft only for a text that is decoded alone?
 
-    A drafting model has one context. With recurrent state a step has equally many rows of each text, and drafts differ
-    in length.
+    A drafting model has one context. A step has equally many rows of each text with recurrent state, which must be able
+    to go back over those that are no drafts.
     """
-    return config.sequences > 1 and (engine.info.recurrent or type != NGRAM)
+    info = engine.info
+    return config.sequences > 1 and (type != NGRAM or (info.recurrent and not info.rs_planes))
 
 
 def make_speculator(
@@ -225,21 +227,22 @@ def make_speculator(
     if config.answer != "lossless":
         if not sources:
             return None
-        return speculator(sources, _controls(spec, drafting), features=drafting.features, total=drafting.total)
+        level = config.sequences > 1 and engine.info.recurrent
+        return speculator(sources, _controls(spec, drafting, level), features=drafting.features, total=drafting.total)
     nested = speculator(sources, _controls(spec, drafting), total=drafting.on_pool) if sources else None
     pool = AskedDrafter(PoolDrafter(reader, nested))
     asked = [*sources, pool] if spec.width is None else [pool, *sources]
     return speculator(asked, _controls(spec, drafting), features=drafting.features, total=drafting.total, nested=nested)
 
 
-def _controls(spec: SpecConfig, drafting: Drafting) -> Controls:
-    """By costs, or a fixed width."""
+def _controls(spec: SpecConfig, drafting: Drafting, level: bool = False) -> Controls:
+    """By costs, or a fixed width. level: see `Controller`."""
     if spec.width is not None:
         return Fixed(spec.width)
     if drafting.rows < 2:
         return Fixed(1)  # n_batch leaves no row for a draft
     widths = [width for width in WIDTHS if width <= drafting.rows]
-    return Controller(widths, serial=SERIAL, hopes=HOPES)
+    return Controller(widths, serial=SERIAL, hopes=HOPES, level=level)
 
 
 def _target(llm: llama_cpp.Llama, spec: SpecConfig, ends: frozenset[int]) -> Target:

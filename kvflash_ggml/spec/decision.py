@@ -99,9 +99,9 @@ class Controls:
     ) -> None:  # fmt: skip
         """Note a step: its rows, its seconds without proposals, and the accepted nodes (`path`) of its draft.
 
-        draft: what the step verified, without padding. stopped: the text ended there, so nodes after the path were not
-        tested. beside: rows of other texts in the step, not counted in `rows`. The next step is expected to have as
-        many.
+        draft: what the step verified, without padding; None for a plain step, which has more than one row where other
+        texts needed them. stopped: the text ended there, so nodes after the path were not tested. beside: rows of other
+        texts in the step, not counted in `rows`. The next step is expected to have as many.
         """
 
     def idle(self, sources: Collection[str]) -> int:
@@ -181,6 +181,9 @@ class Controller(Controls):
     With rows of other texts beside it, a step takes the time of all rows and wins a token for each of the others. Then
     tokens and times here are those of all texts together.
 
+    level: every text of a step has as many rows as this one, so a draft costs rows of all texts and wins tokens of one.
+    The next step is expected to have as many texts then.
+
     widths: rows that may be verified. serial: names of the drafters that compute their tokens one after the other.
     hopes: expected acceptance of drafters before there is evidence.
     """
@@ -193,13 +196,15 @@ class Controller(Controls):
         hopes: Mapping[str, float] | None = None,
         eps: float = EPS,
         credit: float = CREDIT,
+        level: bool = False,
     ) -> None:
         self._hopes = hopes or {}
         self._widths = tuple(sorted(width for width in widths if width > 1))
         self._serial = frozenset(serial)
         self._eps, self._credit = eps, credit
         self._times = StepTimes()  # by rows of all texts
-        self._beside = 0  # rows of other texts in the last step
+        self._level = level
+        self._beside = 0  # rows of other texts in the last step, or such texts if all have equally many
         self._sources: dict[str, _Source] = {}
         self._held, self._since = 0, HOLD  # rows verified last, and steps since they changed
         self._full = 0  # steps in a row that accepted their whole draft
@@ -230,11 +235,15 @@ class Controller(Controls):
     @property
     def _knows(self) -> bool:
         """Whether a plain step has been timed."""
-        return self._times.knows(1 + self._beside)
+        return self._times.knows(self._of_all(1))
+
+    def _of_all(self, rows: int) -> int:
+        """Return the rows of all texts in a step with `rows` rows of this one."""
+        return rows * (1 + self._beside) if self._level else rows + self._beside
 
     def _time(self, rows: int) -> float:
         """Return the seconds of a step of `rows` rows beside the rows of others. A plain step must have been timed."""
-        return self._times(rows + self._beside)
+        return self._times(self._of_all(rows))
 
     def _won(self, tokens: float) -> float:
         """Return the gain of `tokens` of this text and one for each row beside, in plain steps."""
@@ -297,8 +306,11 @@ class Controller(Controls):
         stopped: bool = False, beside: int = 0,
     ) -> None:  # fmt: skip
         first, changed = rows != self._rows and not beside, self._rows not in (0, rows)
-        won, self._beside = 1 + len(path), beside
+        won, self._beside = 1 + len(path), beside // rows if self._level else beside
         self._times.told(rows + beside, seconds, first=first)  # other texts change their rows at any time
+        if rows > 1 and draft is None:  # the rows served the drafts of other texts, which pay for them
+            self._due, self._since_timed = max(0, self._due - 1), 0.0
+            return
         if self._knows:
             self._reckon(won, seconds, plain=rows == 1 and not changed)
         self._pending = 0.0
@@ -388,7 +400,8 @@ class Controller(Controls):
         """
         change = self._times.switch / max(1.0, self._stay)
         most = self._times.most  # unknown numbers of rows are tried step by step, the cheapest first
-        tried = max(self._widths[0], most * (4 if most > 3 else 2) - self._beside)
+        more = most * (4 if most > 3 else 2)
+        tried = max(self._widths[0], more // self._of_all(1) if self._level else more - self._beside)
         rates = {1: 1 / (self._time(1) + (change if self._rows > 1 else 0.0))}
         left, dear = self._left(), 0.0
         for rows in widths:

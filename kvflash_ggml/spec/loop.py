@@ -282,8 +282,12 @@ class Speculator:
             self._beside = max(self._beside, beside)
             self._running = self._clock()
 
-    def plain(self) -> None:
-        """Count the step that `propose` began as done without a draft."""
+    def cut(self, count: int) -> None:
+        """Verify at most `count` tokens of the draft that `propose` has returned."""
+        self._drafted = None if self._drafted is None else self._drafted.first(count)
+
+    def plain(self, rows: int = 1) -> None:
+        """Count the step that `propose` began as done without a draft. rows: above 1 where copies filled the step."""
         if not self._timed:
             return  # the first token of a request is its prompt's
         self.pause()
@@ -291,7 +295,7 @@ class Speculator:
         seconds = self._spent - self._draft_seconds
         self._total.plain(seconds, self._draft_seconds)
         self._last.plain(seconds, self._draft_seconds)
-        self.controls.told(1, seconds, beside=self._beside)
+        self.controls.told(rows, seconds, beside=self._beside)
         self._idle = self.controls.idle([one.drafter.name for one in self._asked if not one.failed])
 
     def _tell_passed(self) -> None:

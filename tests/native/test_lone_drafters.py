@@ -86,17 +86,16 @@ def test_it_drafts_for_who_is_alone(
     assert accepted[1] <= accepted[0] + 3, "what was drafted before the second one began"
     assert accepted[2] == accepted[1], "nothing while both are decoded"
     assert accepted[1] < accepted[3] < accepted[4] < accepted[5]
-    lone = f"{name}, ngram" if kind == "headed" else name
-    assert off[1] == off[2] == f"{lone}: 2 texts are decoded together"
+    assert off[1] == off[2] == f"{name}: 2 texts are decoded together"
     assert off[0] is None
     assert spec.types == (name, "ngram")
-    assert f"({lone} while one text is decoded alone)" in llm.kvflash.banner()
+    assert f"({name} while one text is decoded alone)" in llm.kvflash.banner()
 
 
 def test_what_others_would_change_is_refused(llama: Callable[..., Any], model: Callable[[str], Path]) -> None:
     fixed = {"deterministic": True}
-    with pytest.raises(ConfigError, match=r"deterministic: draft-eagle3 drafts while .* parallel is 2"):
+    with pytest.raises(ConfigError, match=r"deterministic: what draft-eagle3 drafts .* parallel is 2"):
         llama(**settings(SpecConfig(types=("draft-eagle3",), draft=model("eagle3"), width=4), **fixed))
-    with pytest.raises(ConfigError, match=r"deterministic: ngram drafts while .* parallel is 2"):
+    with pytest.raises(ConfigError, match=r"deterministic: what ngram drafts .* parallel is 2"):
         llama("hybrid", **settings(SpecConfig(types=("ngram",), width=4), **fixed))
     assert llama(**settings(SpecConfig(types=("ngram",), width=4), **fixed)).kvflash.spec.off is None

@@ -99,14 +99,18 @@ def test_each_answer_is_that_of_a_lone_run(
     assert max(count for seqs, count in steps if seqs == SLOTS) > SLOTS, "drafts of several in one step"
 
 
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
 @pytest.mark.parametrize("width", [WIDTH, None], ids=["fixed", "by costs"])
 def test_without_evictions_drafts_change_no_answer(
-    width: int | None, llama: Callable[..., Any], tokens: Tokens
+    width: int | None, kind: str, llama: Callable[..., Any], tokens: Tokens, rows: Any
 ) -> None:
-    """With logits of all positions, each is kept at its own text's place."""
+    """With logits of all positions, each is kept at its own text's place. With recurrent state every text of a step has
+    equally many rows, also who has no draft.
+    """
     texts = [text[-300:] for text in texts_of(tokens)]
-    wanted = lone(llama, texts, spec=None)
-    llm = llama(**settings(SpecConfig(types=("ngram",), width=width), share="elastic"), logits_all=True)
+    wanted = lone(llama, texts, kind, spec=None)
+    llm = llama(kind, **settings(SpecConfig(types=("ngram",), width=width), share="elastic"), logits_all=True)
+    steps = rows(llm)
     with served(llm) as running:
         models = [running.model, *running.model.beside]
         for mine, its in zip(all_at_once(running, texts), wanted, strict=True):
@@ -117,14 +121,21 @@ def test_without_evictions_drafts_change_no_answer(
             drawn = own.input_ids[300 : own.n_tokens]
             assert len(drawn) > MOST - WIDTH
             assert (own.scores[299 : own.n_tokens - 1].argmax(axis=1) == drawn).all()
+        several = [count for seqs, count in steps if seqs == SLOTS]
+        assert kind == "dense" or {*several} <= {SLOTS * n for n in (1, 2, 3, 4, 6, 8)}
+        assert width is None or max(several) > SLOTS
+        filled = sum(seqs for seqs, count in steps if count == seqs * WIDTH) - llm.kvflash.spec.total.steps
+        assert width is None or (filled > 0) == (kind == "hybrid"), "texts without a draft in a step of drafts"
 
 
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_a_step_of_drafts_that_fails_is_done_for_each_alone(
-    llama: Callable[..., Any], tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+    kind: str, llama: Callable[..., Any], tokens: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = texts_of(tokens)
-    wanted = lone(llama, texts)
-    llm = llama(**settings())
+    """Also those whose rows only filled it. There all of a text stays in its share, since such rows need places."""
+    texts = texts_of(tokens) if kind == "dense" else [text[-300:] for text in texts_of(tokens)]
+    wanted = lone(llama, texts, kind)
+    llm = llama(kind, **settings())
     engine, failed = inside(llm).session.engine, []
     step = engine.step
 

@@ -429,3 +429,51 @@ def test_rows_of_other_texts_count(beside: int) -> None:
         assert controller.speedup > 0.97
     else:
         assert widths.count(1) < 100
+
+
+@pytest.mark.parametrize("each", [0.005, 0.06], ids=["cheap rows", "dear rows"])
+def test_where_texts_have_equally_many_rows_a_draft_costs_those_of_all(each: float) -> None:
+    """Four texts of which one drafts: with dear rows that pays for itself, and not for what the others add."""
+
+    def device(rows: int) -> float:
+        return 1 + each * (rows - 1)
+
+    controller, rng, spent, won, widths = Controller(level=True), np.random.default_rng(1), 0.0, 0, []
+    controller.begin(0)
+    for _ in range(300):
+        most, draft, rows, path = controller.ask("made up"), None, 1, 0
+        if most:
+            draft = chain([0] * most, "made up")
+            controller.proposed("made up", draft, 0.01)
+            spent += 0.01
+            rows = controller.choose(draft)
+        while path < rows - 1 and rng.random() < 0.6:
+            path += 1
+        told = (draft.first(rows - 1), list(range(path))) if draft is not None and rows > 1 else ()
+        controller.told(rows, device(4 * rows), *told, beside=3 * rows)
+        spent, won = spent + device(4 * rows), won + 4 + path
+        widths.append(rows)
+    assert spent <= (1 + EPS) * won / 4 * device(4) + (CREDIT + 1) * device(128)
+    settled = widths[40:]
+    assert settled.count(1) < 60 if each < 0.01 else settled.count(1) > 250
+    assert np.median(settled) < 12, "of 16 rows the last ones are seldom worth four rows each"
+
+
+def test_rows_that_fill_a_step_for_others_cost_who_drafts() -> None:
+    """They are timed, and nothing is entered into the books of a text that has not drafted."""
+    controller = Controller(level=True)
+    controller.begin(0)
+    for _ in range(4):
+        controller.ask("made up")
+        controller.told(1, 1.0, beside=3)
+    before = controller.excess, controller.speedup
+    for _ in range(200):
+        controller.told(4, 2.0, beside=12)
+    assert (controller.excess, controller.speedup) == before
+    controller.begin(1000)
+    assert not controller.ask("made up"), "plain steps are to be timed anew"
+    for _ in range(3):
+        controller.told(4, 2.0, beside=12)
+    for _ in range(3):
+        assert controller.ask("made up"), "and are not waited for where others do not let it have any"
+        controller.told(4, 2.0, chain([1, 2, 3], "made up"), [0, 1, 2], beside=12)
