@@ -15,6 +15,9 @@ from kvflash_ggml.errors import KVFlashError
 
 from .sockets import Server
 
+PATIENCE_S = 3600
+"""For an answer, which comes as a whole: of four with 4,700 tokens, two took a busy machine more than ten minutes."""
+
 
 @dataclass(slots=True)
 class Asked:
@@ -32,7 +35,7 @@ def ask(server: Server, prompt: Sequence[int], most: int) -> Asked:
         "cache_prompt": False,
     }  # fmt: skip
     try:
-        reply = server.ask("/completion", body)
+        reply = server.ask("/completion", body, timeout_s=PATIENCE_S)
     except (OSError, HTTPException) as err:
         return Asked(0, why=type(err).__name__)
     if reply.status != 200:

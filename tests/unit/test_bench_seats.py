@@ -39,8 +39,9 @@ class Fake:
     def cpu_seconds(self) -> float:
         return next(self._cpu)
 
-    def ask(self, path: str, data: dict[str, Any]) -> Reply:
+    def ask(self, path: str, data: dict[str, Any], *, timeout_s: float) -> Reply:
         assert path == "/completion"
+        assert timeout_s > sockets.PATIENCE_S, "an answer comes as a whole, from a busy machine too"
         assert data["cache_prompt"] is False
         with self._lock:
             end = next(self._ends)
