@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from kvflash_bench import main
 
-pytestmark = pytest.mark.usefixtures("known_heads")
+KNOWN = pytest.mark.usefixtures("known_heads")
 
 
 def measured(model: Path, *options: str) -> dict[str, Any]:
@@ -23,6 +23,7 @@ def measured(model: Path, *options: str) -> dict[str, Any]:
     return document
 
 
+@KNOWN
 @pytest.mark.parametrize("beside", ["0", "2"])
 def test_answers_are_those_of_lone_runs(beside: str, models: dict[str, Path], loaded: None) -> None:
     found = measured(models["dense"], "--beside", beside)
@@ -33,6 +34,7 @@ def test_answers_are_those_of_lone_runs(beside: str, models: dict[str, Path], lo
     assert 0 < found["rss_mib_first"] <= found["rss_mib_most"]
 
 
+@KNOWN
 def test_images_that_are_spilled(models: dict[str, Path], loaded: None) -> None:
     found = measured(models["dense"], "--park-memory", "64M", "--host-limit", "2M")
     assert found["equal"] == 4
@@ -40,6 +42,7 @@ def test_images_that_are_spilled(models: dict[str, Path], loaded: None) -> None:
     assert 0 < found["heap_mib"] <= 2 < found["spilled_mib"]
 
 
+@KNOWN
 def test_what_was_done_until_then_is_reported(models: dict[str, Path], loaded: None) -> None:
     found = measured(models["dense"], "--seconds", "0")
     assert found["conversations"] == 4
