@@ -220,8 +220,8 @@ class KVFlashConfig:
         ("auto", "exact", "pool", "preview"), "--kvflash-reading", default="auto",
         help="What a prompt's tokens see of the text before them. exact: all of it, copied to the device layer by"
         " layer, with the bits of a full cache. pool: the resident chunks. auto: all of it if there is memory for"
-        " that. preview: the first answer comes from a part of a long prompt and can miss facts; the prompt is read"
-        " as with auto after it.",
+        " that. preview: the first answer comes from a part of a long prompt and can miss facts; all of it is"
+        " read later.",
     )  # fmt: skip
     preview_share: float = _pool(
         float, "--preview-share", least=0, above=True, most=1, default=0.05, metavar="SHARE",

@@ -123,7 +123,13 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        return self._process.returncode is None
+        """Asks the system, too: the loop hears of an end some time after it."""
+        if self._process.returncode is not None:
+            return False
+        try:
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:  # the loop has taken it, and tells of it next
+            return False
 
     async def stop(self) -> None:
         """Returns when the process has ended."""
