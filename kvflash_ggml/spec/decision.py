@@ -308,9 +308,8 @@ class Controller(Controls):
         first, changed = rows != self._rows and not beside, self._rows not in (0, rows)
         won, self._beside = 1 + len(path), beside // rows if self._level else beside
         self._times.told(rows + beside, seconds, first=first)  # other texts change their rows at any time
-        if rows > 1 and draft is None:  # the rows served the drafts of other texts, which pay for them
-            self._due, self._since_timed = max(0, self._due - 1), 0.0
-            return
+        if rows > 1 and draft is None:  # for drafts of other texts, which pay for it: a plain step of this one
+            rows, seconds = 1, self._time(1) if self._knows else 0.0
         if self._knows:
             self._reckon(won, seconds, plain=rows == 1 and not changed)
         self._pending = 0.0

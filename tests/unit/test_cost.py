@@ -460,7 +460,7 @@ def test_where_texts_have_equally_many_rows_a_draft_costs_those_of_all(each: flo
 
 
 def test_rows_that_fill_a_step_for_others_cost_who_drafts() -> None:
-    """They are timed, and nothing is entered into the books of a text that has not drafted."""
+    """They are timed, and are plain steps in the books of a text that has not drafted."""
     controller = Controller(level=True)
     controller.begin(0)
     for _ in range(4):
@@ -477,3 +477,25 @@ def test_rows_that_fill_a_step_for_others_cost_who_drafts() -> None:
     for _ in range(3):
         assert controller.ask("made up"), "and are not waited for where others do not let it have any"
         controller.told(4, 2.0, chain([1, 2, 3], "made up"), [0, 1, 2], beside=12)
+
+
+def test_a_text_is_asked_again_while_another_drafts() -> None:
+    """The steps of the other one count as steps without a draft; what was asked in vain is paid once."""
+    controller = Controller(level=True)
+    controller.begin(0)
+    for _ in range(4):
+        controller.ask("made up")
+        controller.told(1, 1.0, beside=1)
+    draft = chain([1, 2, 3], "made up")
+    for _ in range(2):
+        assert controller.ask("made up")
+        controller.proposed("made up", draft, 0.01)
+        controller.told(controller.choose(draft), 1.2, draft, [0, 1, 2], beside=4)
+    asked, before = 0, controller.excess
+    for _ in range(500):
+        if controller.ask("made up"):
+            controller.proposed("made up", None, 0.01)
+            asked += 1
+        controller.told(4, 1.2, beside=4)
+    assert asked > 50
+    assert controller.excess == pytest.approx(before + 0.01 * asked)
