@@ -139,7 +139,8 @@ class DraftStats:
     steps: steps that verified a draft; each wins one token more than it accepts. plain_steps: other steps that
     generated a token. drafted, accepted: tokens. reached, agreed: per position of a draft, how often it was tested, and
     how often it was accepted. seconds_draft, seconds_verify: time of the drafters, and of the steps that verified.
-    bad_drafts: drafts that could not be verified. lucky: tokens won by rows that only pad a step.
+    bad_drafts: drafts that could not be verified. lucky: tokens won by rows that only pad a draft.
+    filled: tokens won by rows that only fill a step for drafts of other texts.
     """
 
     steps: int = 0
@@ -154,6 +155,7 @@ class DraftStats:
     seconds_plain: float = 0.0
     bad_drafts: int = 0
     lucky: int = 0
+    filled: int = 0
 
     @property
     def rate(self) -> float | None:

@@ -87,7 +87,7 @@ class AskedDrafter:
 
     def behind(self, length: int) -> int:
         """Return how many tokens of a text of `length` it reads before it drafts."""
-        if self.missing:
+        if self.missing and self.drafter.wants:
             return self.missing  # it reads nothing before these
         newest = self.drafter.wants.newest
         return length - self.read if newest is None else min(newest, length - self.read)
@@ -286,15 +286,19 @@ class Speculator:
         """Verify at most `count` tokens of the draft that `propose` has returned."""
         self._drafted = None if self._drafted is None else self._drafted.first(count)
 
-    def plain(self, rows: int = 1) -> None:
-        """Count the step that `propose` began as done without a draft. rows: above 1 where copies filled the step."""
+    def plain(self, rows: int = 1, filled: int = 0) -> None:
+        """Count the step that `propose` began as done without a draft.
+
+        rows: above 1 where copies of the root filled the step. filled: tokens that these copies won.
+        """
         if not self._timed:
             return  # the first token of a request is its prompt's
         self.pause()
         self._timed = False
         seconds = self._spent - self._draft_seconds
-        self._total.plain(seconds, self._draft_seconds)
-        self._last.plain(seconds, self._draft_seconds)
+        for stats in (self._total, self._last):
+            stats.plain(seconds, self._draft_seconds)
+            stats.filled += filled
         self.controls.told(rows, seconds, beside=self._beside)
         self._idle = self.controls.idle([one.drafter.name for one in self._asked if not one.failed])
 

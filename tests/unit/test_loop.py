@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -349,6 +350,9 @@ def test_rows_that_fill_a_step_are_no_drafts() -> None:
     one.verified([0, 1], 4)
     assert (one.last.drafted, one.last.accepted, one.last.lucky) == (1, 1, 1)
     assert one.last.mean_length == 3
+    drafted(one)
+    one.plain(4, 2)  # copies, for another text's draft
+    assert (one.last.plain_steps, one.last.filled, one.total.filled, one.last.mean_length) == (1, 2, 2, 3)
 
 
 def test_what_it_takes_to_decide_is_of_the_drafts_cost() -> None:
@@ -579,7 +583,7 @@ def test_a_lone_drafter_is_lent_from_text_to_text() -> None:
 
 
 def test_one_that_is_lent_is_asked_at_once() -> None:
-    """Nobody was to be asked in the steps to come."""
+    """Nobody was to be asked in the steps to come. It reads all of the text first, which is no drafting time."""
     drafter, controls = Drafts(tokens(1, 2, 3), "lone"), Fixed(4)
     controls.idle = lambda sources: 5 if not sources else 0  # type: ignore[method-assign]
     one = make(AskedDrafter(drafter, lone=True), controls=controls)
@@ -588,5 +592,7 @@ def test_one_that_is_lent_is_asked_at_once() -> None:
     one.plain()
     assert drafted(one) is None
     one.lend(None)
+    controls.ask = Mock(return_value=3)  # type: ignore[method-assign]
     assert drafted(one) == [1, 2, 3]
+    controls.ask.assert_called_once_with("lone", len(Text().tokens), ())
     assert one.last.plain_steps == 2
