@@ -41,7 +41,7 @@ class Verified:
     def end(self) -> None:
         """Tell the speculator which rows of the draft were accepted."""
         if self.filled:
-            self.speculator.plain(len(self.rows))
+            self.speculator.plain(len(self.rows), len(self.path))
         else:
             self.speculator.verified(self.path, len(self.rows), stopped=self.child is not None)
 
@@ -187,7 +187,7 @@ class Generation:
         """Prepare a step anew that is not computed yet, with `rows` rows: its draft, then copies of its root.
 
         The copies are rolled back like rejected drafts. Returns False, and changes nothing, where there is no room for
-        them or nothing could roll back.
+        them, nothing could roll back, or the rows would stream: such a step is computed alone.
         """
         reader, sequence, verified = self._reader, pending.sequence, self._verified
         speculator = reader.speculator
@@ -198,6 +198,8 @@ class Generation:
         try:
             step = sequence.prepare_drafts(arranged(root, draft).tokens, None)
         except KVFlashError:
+            return False
+        if step.view is not None:  # one token fits the pool as it lies; more rows evict a chunk
             return False
         if verified is not None:
             speculator.cut(rows - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,15 @@ from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, HostMemoryError, NotFinite
 from kvflash_ggml.sequence import together
 from kvflash_ggml.sequence.pool import Pool
+from kvflash_ggml.sequence.reading import Reading
 from kvflash_ggml.sequence.scoring import DECODE_SHARE, WORKER_SHARE
 from kvflash_ggml.sequence.selection import SCORES_PER_TAU, TAU
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.sequence.step import LAST
+from kvflash_ggml.spec.decision import Fixed
+from kvflash_ggml.spec.draft import chain
+from kvflash_ggml.spec.loop import Speculator
+from kvflash_ggml.spec.tree import rows as arranged
 
 SHARE = 8 * CHUNK
 N_CTX = 40 * CHUNK
@@ -337,6 +343,38 @@ def test_an_interrupt_while_chunks_leave_loses_nothing(monkeypatch: pytest.Monke
     assert [text.table.quota for text in texts] == [12, 4]
     assert advance(texts[:1], [100]) == [None]
     check(engine, texts)
+
+
+def test_a_text_is_not_levelled_into_a_step_that_streams() -> None:
+    """Its token fits the pool. As many rows as another text's draft evict a chunk, and stream in an exact answer."""
+    from kvflash_ggml.llama.generation import Generation, Pending, Verified
+
+    engine, pool, texts = on_one_pool(2, rs_planes=3)
+    pool.make_stages(2 * SHARE)
+    for text in texts:
+        text.reading = Reading(answers_exactly=True)
+    while texts[0].length < SHARE - 2:
+        assert advance(texts, [min(62, SHARE - 2 - texts[0].length), 1]) == [None, None]
+    speculator = Speculator([], Fixed(4), n_vocab=1000, ends=[])
+    for text, streams in zip(texts, (True, False), strict=True):
+        reader: Any = SimpleNamespace(speculator=speculator)
+        answer = Generation(reader, text.length, sample=lambda pos: 0, stopping=None)
+        text.begin(1)
+        before = text.prepare_answer(numbers(1, 7), LAST)
+        assert before.view is None
+        pending = Pending(answer, text, before)
+        assert answer.level(pending, 4) is not streams
+        assert (pending.step is before) is (pending.verified is None) is streams
+        assert not pending.alone
+        assert pending.rows == (1 if streams else 4)
+        pending.finish()
+        text.settle()
+    check(engine, texts)
+    assert texts[0].length == SHARE - 1
+    speculator.propose(texts[1], 5)
+    copies = chain([5, 5, 5], "")
+    Verified(copies, arranged(5, copies), speculator, filled=True, path=[0, 1]).end()
+    assert speculator.last.filled == 2, "tokens that copies have won are counted"
 
 
 @pytest.mark.parametrize("elastic", [False, True])
