@@ -76,7 +76,8 @@ def compare(
 ) -> dict[str, int]:  # fmt: skip
     """Which answers are those of the lone runs, as far as there are both at a time of `time.monotonic`.
 
-    compared, equal, lone_failed: conversations. answers_compared, answers_equal: theirs. tell: called now and then.
+    compared, equal, lone_failed: conversations. answers_compared, answers_equal: theirs, up to `Conversation.exact`.
+    tell: called now and then.
     """
     waiting: set[Future[Answers]] = set(runs)
     while waiting and time.monotonic() < until:
@@ -90,7 +91,7 @@ def compare(
             logger.warning("a lone run failed: %s: %s", type(error).__name__, error)
             found["lone_failed"] += 1
             continue
-        same = [mine == lone for mine, lone in zip(one.answers, run.result(), strict=False)]
+        same = [mine == lone for mine, lone in zip(one.answers[: one.exact], run.result(), strict=False)]
         found.update(compared=1, equal=all(same), answers_compared=len(same), answers_equal=sum(same))
     return {name: found[name] for name in ("compared", "equal", "answers_compared", "answers_equal", "lone_failed")}
 

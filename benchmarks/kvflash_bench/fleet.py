@@ -118,10 +118,11 @@ class Player:
     def _note(self, one: Conversation, member: Member, body: dict[str, Any], took_s: float) -> None:
         timings = body["timings"]
         moved = bool(one.answers) and self._where.get(one) is not member
-        self.count(
-            requests=1, moved=moved, read=timings["prompt_n"], said=len(one.said[len(one.answers)]),
-            reread=moved and timings["cache_n"] == 0,
-        )  # fmt: skip
+        said = len(one.said[len(one.answers)])
+        reread = bool(one.answers) and timings["prompt_n"] > said + 1  # the last token of an answer is read with it
+        if reread and one.exact is None:
+            one.exact = len(one.answers)
+        self.count(requests=1, moved=moved, read=timings["prompt_n"], said=said, reread=reread)
         if not one.answers:
             self.first_s.append(took_s)
         elif moved and timings["cache_n"]:
@@ -142,7 +143,8 @@ def play(
     """A turn of each in this order, as many at once as there are servers. What came of it.
 
     kill_every, end_every: turns after which a server is killed, or told to end; 0 for never. Another one starts in its
-    place. read, said: tokens of prompts that were read, and that the turns have added.
+    place. read, said: tokens of prompts that were read, and that the turns have added. reread: turns that read
+    more than they have added.
     """
     dice, left, busy = random.Random(seed), list(order), set[Conversation]()
     lock, errors, begun = threading.Lock(), list[BaseException](), 0

@@ -217,7 +217,7 @@ def _latency(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
         first = found[0] if found else {"seconds": seconds, "cpu_s": cpu}
         found.append({
             "parallel": count, "seconds": seconds, "cpu_s": cpu, "of_one": seconds / first["seconds"],
-            "cpu_of_one": cpu / first["cpu_s"],
+            "cpu_of_one": cpu / first["cpu_s"] if first["cpu_s"] else None,  # counted in hundredths of a second
         })  # fmt: skip
     return found
 

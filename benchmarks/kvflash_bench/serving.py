@@ -65,10 +65,15 @@ def answer(
 
 @dataclass(eq=False)
 class Conversation:
-    """said: what the user says in each turn. answers: what came."""
+    """said: what the user says in each turn. answers: what came.
+
+    exact: how many of the first answers must be a lone run's, None for all. A text that was read again is rounded
+    otherwise.
+    """
 
     said: list[list[int]]
     answers: list[tuple[int, ...]] = field(default_factory=list)
+    exact: int | None = None
     took: list[Usage] = field(default_factory=list)
 
     @property

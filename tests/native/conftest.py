@@ -70,15 +70,10 @@ def loaded() -> None:
     library.load()
 
 
-@pytest.fixture(scope="session")
-def found_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shutil.copytree(HEADS, tmp_path_factory.mktemp("found") / "heads")
-
-
 @pytest.fixture
-def known_heads(found_heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def known_heads(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trained models' retrieval heads are known: to find those of the dense one takes 10 s of CPU."""
-    monkeypatch.setenv("KVFLASH_HEADS", str(found_heads))
+    monkeypatch.setenv("KVFLASH_HEADS", str(shutil.copytree(HEADS, tmp_path_factory.mktemp("found") / "heads")))
 
 
 @pytest.fixture(scope="session")

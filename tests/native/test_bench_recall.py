@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from support.harness import TEXT, heads_of
 
 from kvflash_bench import main
+from kvflash_ggml.calibration.run import calibrate
 from kvflash_ggml.policy.base import ScoreRequest
 
 pytestmark = pytest.mark.usefixtures("known_heads")
@@ -50,7 +52,11 @@ def test_a_question_in_chat_form_is_seen_past_its_template(models: dict[str, Pat
 
 
 def test_scores_rank_the_answer(models: dict[str, Path], loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvflash_bench.study.calibrate", lambda *_, **__: heads_of(models["dense"]))
+    def known(*args: Any, **keywords: Any) -> Any:
+        signature(calibrate).bind(*args, **keywords)  # it could be called so
+        return heads_of(models["dense"])
+
+    monkeypatch.setattr("kvflash_bench.study.calibrate", known)
     data = bench(
         "scores", models["dense"], "--contexts", "2K", "--residency", "25", "--tasks", "multikey4",
         "--depths", "10,40", "--trials", 2, "--seed", 5,

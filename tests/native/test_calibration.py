@@ -147,10 +147,8 @@ def test_positions_are_encoded_as_in_the_session(pooled: Callable[..., Any]) -> 
     assert subjects[0].identity != subjects[1].identity
     assert subjects[0].title == subjects[1].title
     assert of_llama(pooled("small", kv_overrides={"general.name": "x"})).identity != subjects[0].identity
-    assert (
-        calibrate(other._model, subject=SUBJECT, settings=other.context_params).heads
-        != heads_of(usual.model_path).heads
-    )
+    heads = [calibrate(llm._model, subject=SUBJECT, settings=llm.context_params).heads for llm in (usual, other)]
+    assert heads[0] != heads[1]
 
 
 def test_a_model_that_is_closed_meanwhile_stops_it(

@@ -20,7 +20,7 @@ OPTIONS = (
     "--park-memory", "100K",
 )  # fmt: skip
 TEXTS = TEXT.read_text(encoding="utf-8")
-FIRST, LONG = TEXTS[:2500], TEXTS[:18500]
+FIRST, LONG = TEXTS[:2500], TEXTS[:24000]
 STAGES = ["reading", "answering", "behind"]
 
 
@@ -37,14 +37,15 @@ def told(server: Served, prompt: str, **more: Any) -> tuple[str, int, Any]:
 
 
 def read_behind(server: Served, length: int) -> None:
-    """Wait until a text of so many tokens is being read behind its preview; or is, where a machine is fast."""
-    for _ in range(6000):
+    """Wait until a text of so many tokens is being read behind its preview. A fast machine has then read it: skip."""
+    for n in range(6000):
         state = server.get("/kvflash/state")[1]
         if state["reading"]:
             assert state["queue"]["running"] is None
             return
-        if length in [one["tokens"] for one in server.get("/kvflash/conversations")[1]["data"]]:
-            return
+        # each such question interrupts the reading
+        if n % 50 == 49 and length in [one["tokens"] for one in server.get("/kvflash/conversations")[1]["data"]]:
+            pytest.skip("this machine has read it before anybody could look")
         time.sleep(0.01)
     raise AssertionError(state)
 

@@ -377,11 +377,14 @@ def test_killed_in_the_middle(slots: int, models: dict[str, Path], tmp_path: Pat
         str(tmp_path / "cache"),
     )
     with serve(models["dense"], *options) as server:
-        before = server.post("/v1/completions", completion(1))[1]
+        server.post("/v1/completions", completion(1))
         for _ in range(3000):  # the folder is written behind the answer, a text's tail last
             if list((tmp_path / "cache").glob("*/*.tail")):
                 break
             time.sleep(0.02)
+        else:
+            raise AssertionError("the folder got no text")
+        before = server.post("/v1/completions", completion(1))[1]  # a prompt that is known reads its last token alone
         streams = [server.frames("/v1/completions", completion(n, max_tokens=4000)) for n in range(2, 2 + slots)]
         for stream in streams:
             next(stream)

@@ -161,7 +161,7 @@ def test_an_answer_leaves_in_the_midst_of_a_draft_and_goes_on(llama: Callable[..
         slow = ask(running, texts[0], MOST, logprobs=2, ignore_eos=True, full=lambda: next(times, False))
         others = all_at_once(running, texts[1:])
         for mine, its in zip([slow, *others], wanted, strict=True):
-            assert_alike(mine, its)
+            assert_alike(mine, its, least=4)
         assert running.stalls > 0
         assert llm.kvflash.spec.total.accepted > 0
 
@@ -189,9 +189,9 @@ def test_answers_to_one_prompt_and_a_cancelled_one(kind: str, llama: Callable[..
         while not any(isinstance(event, Piece) for event in first[1].events):
             first[1].next()
         running.cancel(first[1].request.id)
-        assert_alike(first[0], wanted[0])
+        assert_alike(first[0], wanted[0], least=MOST // 2)
         for one in copies:
-            assert_alike(one, wanted[1])
+            assert_alike(one, wanted[1], least=MOST // 2)
         assert running.counts.forks == 2
         assert isinstance(first[1].wait(), Failed)
         (again,) = all_at_once(running, [texts[1]])

@@ -76,8 +76,10 @@ def served(llm: Any, limits: Limits | None = None) -> Iterator[Scheduler]:
         running.close()
 
 
-def assert_alike(mine: Asked, its: Asked) -> None:
-    """The same tokens; where rounding may choose the other one of two that are nearly as likely, up to there."""
+def assert_alike(mine: Asked, its: Asked, least: int = 0) -> None:
+    """The same tokens; where rounding may choose the other one of two that are nearly as likely, up to there, but the
+    `least` first ones.
+    """
     end, its_end = mine.wait(), its.wait()
     assert isinstance(end, Finished), end
     assert isinstance(its_end, Finished)
@@ -85,8 +87,9 @@ def assert_alike(mine: Asked, its: Asked) -> None:
         [one for event in asked.events if isinstance(event, Piece) for one in event.logprobs] for asked in (mine, its)
     ]
     assert len(end.tokens) == len(its_end.tokens) == len(rows[0]) == len(rows[1])
-    for one, other in zip(*rows, strict=True):
+    for place, (one, other) in enumerate(zip(*rows, strict=True)):
         if one.token != other.token:
+            assert place >= least, "so many tokens were the same"
             assert abs(other.top[0][2] - other.top[1][2]) < 0.05
             return
         assert abs(one.logprob - other.logprob) < 0.05

@@ -183,12 +183,12 @@ def server(tmp_path: Path) -> Iterator[Callable[..., Scheduler]]:
 
 
 def until(reached: Callable[[], object]) -> None:
-    """Wait up to 5 s."""
-    for _ in range(500):
+    """Wait up to a minute."""
+    for _ in range(6000):
         if reached():
             return
         threading.Event().wait(0.01)
-    raise AssertionError("nothing came of it in 5 s")
+    raise AssertionError("nothing came of it in a minute")
 
 
 def written(scheduler: Scheduler, count: int) -> None:
@@ -281,7 +281,7 @@ def test_a_store_that_hangs_costs_no_answer(server: Callable[..., Scheduler], ca
         if hangs.is_set():
             assert goes_on.wait(60)
 
-    one = server(TimedObjects(MemoryObjects(before), name="/mnt/texts", limit_s=0.2), limits=Limits(park_bytes=1))
+    one = server(TimedObjects(MemoryObjects(before), name="/mnt/texts", limit_s=1), limits=Limits(park_bytes=1))
     answer(one, TEXT, 20)
     written(one, 1)
     hangs.set()
@@ -291,7 +291,7 @@ def test_a_store_that_hangs_costs_no_answer(server: Callable[..., Scheduler], ca
         one.close()
     finally:
         goes_on.set()
-    assert "the store cannot be used, texts stay here until it can: /mnt/texts has not answered for 0 s" in caplog.text
+    assert "the store cannot be used, texts stay here until it can: /mnt/texts has not answered for 1 s" in caplog.text
 
 
 def test_an_operation_that_hangs_is_given_up() -> None:
