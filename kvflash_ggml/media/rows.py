@@ -85,10 +85,10 @@ class Part:
 
 @dataclass(slots=True)
 class _Span:
-    """encode: makes the embeddings, if there are none yet."""
+    """encoders: of the texts that have the medium; one makes the embeddings, if there are none yet."""
 
     medium: Medium
-    encode: Callable[[], Floats | None] | None
+    encoders: list[Callable[[], Floats | None]]
     part: Part | None = None
 
 
@@ -113,10 +113,12 @@ class MediaRows:
         makes them, [count, width], or None if it no longer can. None for what cannot.
         """
         self._fresh.add(medium.key)
-        if medium.key in self._spans:
+        if (span := self._spans.get(medium.key)) is not None:
             self._spans.move_to_end(medium.key)
+            if encode is not None and span.part is None:  # the text that came first may have ended
+                span.encoders.append(encode)
             return
-        self._spans[medium.key] = _Span(medium, encode)
+        self._spans[medium.key] = _Span(medium, [] if encode is None else [encode])
         for row, number in enumerate(medium.numbers.tolist()):
             self._places.setdefault(number, []).append((medium.key, row))
 
@@ -128,10 +130,11 @@ class MediaRows:
     def _filled(self, span: _Span) -> Part | None:
         """A medium with its embeddings."""
         if span.part is None:
-            rows = None if span.encode is None else span.encode()
+            rows = next((made for encode in span.encoders if (made := encode()) is not None), None)
             if rows is None:
                 return None
             span.part = Part(rows, span.medium.axes)
+            span.encoders.clear()
             self._size += rows.nbytes
             for old in [key for key in self._spans if key not in self._fresh]:
                 if self._size <= self._limit:

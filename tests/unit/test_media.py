@@ -104,6 +104,17 @@ def test_a_medium_is_encoded_when_it_is_read() -> None:
         media.rows(NONE, gone.numbers)
 
 
+def test_any_text_that_has_a_medium_can_encode_it() -> None:
+    """The one that came first may have ended."""
+    media, medium, left = MediaRows(), Medium(b"a", numbers_of(b"a", 3)), []
+    media.expect(medium, None)
+    media.expect(medium, lambda: left.append(1))
+    media.expect(medium, lambda: rows(3))
+    media.expect(medium, lambda: left.append(2))
+    assert np.array_equal(media.rows(NONE, medium.numbers).rows, rows(3))
+    assert left == [1]
+
+
 def test_where_media_end() -> None:
     media = MediaRows()
     a, b, text = add(media, b"a", rows(3)), add(media, b"b", rows(2)), np.array([7, 8], np.int32)
