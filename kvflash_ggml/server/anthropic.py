@@ -67,7 +67,7 @@ async def count_tokens(front: Front, http: HttpRequest) -> Response:
     """As many as `messages` would read. It takes no slot, and asks nothing of the engine's thread."""
     asked: MessagesRequest = await front.asked(http, MessagesRequest)
     chat = await front.work(http, _translated, front, http, asked)
-    return JSONResponse({"input_tokens": await front.work(http, tokens_of, front, chat)})
+    return JSONResponse({"input_tokens": await tokens_of(front, http, chat)})
 
 
 def _translated(front: Front, http: HttpRequest, asked: MessagesRequest) -> ChatRequest:

@@ -37,7 +37,7 @@ async def chat(front: Front, http: HttpRequest) -> Response:
 async def input_tokens(front: Front, http: HttpRequest) -> Response:
     """As many as `chat` would read. It takes no slot."""
     asked: ChatRequest = await front.asked(http, ChatRequest)
-    return counted(await front.work(http, tokens_of, front, asked))
+    return counted(await tokens_of(front, http, asked))
 
 
 def counted(tokens: int) -> Response:
@@ -60,7 +60,7 @@ async def prepared(
         raise ApiError(400, "a tool that must be called excludes a grammar and a JSON format", param="tool_choice")
     note(http, _unheard(asked))
     note(http, [f"tools.{tool.function.name}" for tool in asked.tools or () if not _NAME.fullmatch(tool.function.name)])
-    rendered, tokens, shared_until, images = await front.work(http, _prompt, front, asked)
+    rendered, tokens, shared_until, images = await _prompt(front, http, asked)
     preserved = await front.work(http, front.prompts.preserved, rendered.preserved) if rendered.preserved else {}
     request = front.make(
         http,
@@ -95,9 +95,9 @@ def _continued(messages: Sequence[Message]) -> bool:
     return messages[-1].role == "assistant" and not messages[-1].tool_calls
 
 
-def tokens_of(front: Front, asked: ChatRequest) -> int:
-    """How many tokens the prompt of a chat has. On a thread of the front's."""
-    return len(_prompt(front, asked)[1])
+async def tokens_of(front: Front, http: HttpRequest, asked: ChatRequest) -> int:
+    """How many tokens the prompt of a chat has."""
+    return len((await _prompt(front, http, asked))[1])
 
 
 def _formatted(asked: ChatRequest) -> bool:
@@ -106,14 +106,27 @@ def _formatted(asked: ChatRequest) -> bool:
     return asked.json_schema is not None or (form is not None and form.type != "text") or bool(asked.grammar)
 
 
-def _prompt(front: Front, asked: ChatRequest) -> tuple[Rendered, list[int], int, tuple[Image, ...]]:
+async def _prompt(
+    front: Front, http: HttpRequest, asked: ChatRequest
+) -> tuple[Rendered, list[int], int, tuple[Image, ...]]:
     """The chat as a prompt; its tokens; how many of them are the system message's; and its images."""
-    formatted, images = _formatted(asked), Images(front)
+    images = Images(front)
+    rendered = await front.work(http, _rendered, front, asked, images)
+    await images.fetch(http)
+    return rendered, *await front.work(http, _tokens, front, asked, rendered.prompt, images)
+
+
+def _rendered(front: Front, asked: ChatRequest, images: Images) -> Rendered:
+    formatted = _formatted(asked)
     rendered = front.prompts.chat(_input(asked, images, formatted=formatted))
     if rendered.grammar is not None and not formatted:
         front.prompts.check_grammar(rendered.grammar)
-    tokens, seen = images.tokens(rendered.prompt)
-    return rendered, tokens, _system_end(front, asked.messages, rendered.prompt, tokens), seen
+    return rendered
+
+
+def _tokens(front: Front, asked: ChatRequest, prompt: str, images: Images) -> tuple[list[int], int, tuple[Image, ...]]:
+    tokens, seen = images.tokens(prompt)
+    return tokens, _system_end(front, asked.messages, prompt, tokens), seen
 
 
 def render(front: Front, asked: TemplateRequest) -> str:

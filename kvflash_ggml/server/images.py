@@ -8,8 +8,10 @@ import secrets
 import time
 from typing import Any
 
+from starlette.requests import Request as HttpRequest
+
 from ..batching.messages import Image
-from ..errors import ConfigError, HostMemoryError
+from ..errors import ConfigError, HostMemoryError, brief
 from ..media.files import Limits
 from . import fetch
 from .errors import ApiError
@@ -44,8 +46,8 @@ class Images:
 
     def __init__(self, front: Front) -> None:
         self._front = front
-        self._until = time.monotonic() + fetch.SECONDS  # for all that is fetched
         self._files: list[tuple[str, str, bytes]] = []  # where each stands in the request, and its kind
+        self._urls: dict[int, str] = {}  # of files that are not fetched yet
 
     def take(self, part: dict[str, Any], where: str) -> str:
         """Take the image or the sound of a content part, and return what stands for it in the text.
@@ -76,7 +78,8 @@ class Images:
         text = url if isinstance(url, str) else ""
         web = text.startswith(("http://", "https://"))
         if web and self._front.settings.media_urls:
-            return self._fetched(text, where)
+            self._urls[len(self._files)] = text
+            return b""
         if not text.startswith(_DATA):
             raise ApiError(
                 400,
@@ -89,12 +92,23 @@ class Images:
         expected = "an image is no data URL in base64, as data:image/png;base64,..."
         return self._file(coded if head.endswith(";base64") else None, where, expected, "image")
 
-    def _fetched(self, url: str, where: str) -> bytes:
-        left = self._until - time.monotonic()
-        try:
-            return fetch.fetch(url, self._front.settings.max_image_bytes, max(left, 0.1))
-        except ConfigError as err:
-            raise ApiError(400, f"{where}: {err}", code="invalid_image", param=where) from None
+    async def fetch(self, http: HttpRequest) -> None:
+        """Fetch the files that are named by URLs. ApiError for one that cannot be had, or not in time."""
+        if self._urls:
+            await self._front.work(http, self._fetch, fetches=True)
+
+    def _fetch(self) -> None:
+        until = time.monotonic() + fetch.SECONDS
+        for i, url in self._urls.items():
+            where, kind, _ = self._files[i]
+            left = until - time.monotonic()
+            try:
+                if left <= 0:
+                    most = f"the files of this request take longer than {fetch.SECONDS:g} seconds"
+                    raise ConfigError(f"{brief(url)} is not fetched: {most}: send some of them as data URLs")
+                self._files[i] = where, kind, fetch.fetch(url, self._front.settings.max_image_bytes, left)
+            except ConfigError as err:
+                raise ApiError(400, f"{where}: {err}", code="invalid_image", param=where) from None
 
     def _sound(self, part: dict[str, Any], where: str) -> bytes:
         given: Any = part.get(SOUND)

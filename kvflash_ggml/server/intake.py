@@ -27,6 +27,9 @@ THREADS = 4
 EACH = THREADS // 2
 """Threads that one client may hold, by its key or else its address: the others come to theirs."""
 
+FETCHING = 2
+"""Threads for files that requests name, one of them for a client: slow hosts keep no other work waiting."""
+
 SLOWEST = 16 << 10
 """Bytes a second of a body, beyond the time that a client may take anyway."""
 
@@ -46,15 +49,22 @@ class Intake:
         self.draining = False
         self._values = values
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvflash-front")
-        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._fetching = ThreadPoolExecutor(FETCHING, thread_name_prefix="kvflash-fetch")
+        self._turns: WeakValueDictionary[tuple[str, bool], asyncio.Semaphore] = WeakValueDictionary()
 
-    async def work(self, http: HttpRequest, function: Callable[..., T], *args: Any, **more: Any) -> T:
-        """Run on a thread, for the client of a request. What a user can do wrong there is his error."""
-        loop = asyncio.get_running_loop()
-        turns = self._turns.setdefault(client_of(http.scope), asyncio.Semaphore(EACH))
+    async def work(
+        self, http: HttpRequest, function: Callable[..., T], *args: Any, fetches: bool = False, **more: Any
+    ) -> T:
+        """Run on a thread, for the client of a request. What a user can do wrong there is his error.
+
+        fetches: on one of those for files that the request names.
+        """
+        loop, threads = asyncio.get_running_loop(), self._fetching if fetches else self._threads
+        each = asyncio.Semaphore(1 if fetches else EACH)
+        turns = self._turns.setdefault((client_of(http.scope), fetches), each)
         try:
             async with turns:
-                return await loop.run_in_executor(self._threads, lambda: function(*args, **more))
+                return await loop.run_in_executor(threads, lambda: function(*args, **more))
         except ContextFull as err:
             raise ApiError(400, str(err), code="context_length_exceeded") from None
         except ConfigError as err:
@@ -105,7 +115,8 @@ class Intake:
             raise ApiError(503, "the server is shutting down: try again later", code="draining", retry_after_s=30)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._fetching):
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def client_of(scope: Scope) -> str:

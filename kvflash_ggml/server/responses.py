@@ -102,7 +102,7 @@ async def input_tokens(front: Front, http: HttpRequest) -> Response:
     asked: ResponsesRequest = await front.asked(http, ResponsesRequest)
     _, items = await _items(front, http, asked)
     chat, _ = await front.work(http, _translated, front, http, asked, items)
-    return counted(await front.work(http, tokens_of, front, chat))
+    return counted(await tokens_of(front, http, chat))
 
 
 def _given(asked: ResponsesRequest) -> list[dict[str, Any]]:

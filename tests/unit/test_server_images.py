@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import threading
 from collections.abc import Generator, Sequence
 from typing import Any
 
 import pytest
+from starlette.requests import Request as HttpRequest
 from support.asgi import Reply
 from support.fake_model import FakeModel, FakePrompts, FakeStep
 from support.fake_server import Server
@@ -14,7 +17,9 @@ from support.fake_server import Server
 from kvflash_ggml.batching.messages import Request
 from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.media.files import Limits
-from kvflash_ggml.server import fetch
+from kvflash_ggml.server import fetch, images
+from kvflash_ggml.server.errors import ApiError
+from kvflash_ggml.server.images import Images
 
 FILES = [b"\1\2\3", b"\4\5"]
 """The fake has a row for each byte, and a mark before and behind them."""
@@ -196,6 +201,7 @@ def test_urls_are_fetched_where_the_server_says_so(
     def fetched(url: str, most: int, seconds: float) -> bytes:
         asked.append((url, most))
         assert 0 < seconds <= fetch.SECONDS
+        assert threading.current_thread().name.startswith("kvflash-fetch")
         if len(asked) > 1:
             raise ConfigError("its address is not a public one")
         return FILES[0]
@@ -214,8 +220,53 @@ def test_urls_are_fetched_where_the_server_says_so(
     reply = server(media_urls=True).post(path, data)
     assert reply.status == 400
     assert b"its address is not a public one" in reply.body
+    template = server(media_urls=True).post("/apply-template", {"messages": [user(photo(SEEN_AT))]})
+    assert (template.json["prompt"], len(asked)) == ("user: <__media__>\nassistant: ", 2)
     local = server(media_urls=True).post("/v1/chat/completions", {"messages": [user(photo("file:///etc/passwd"))]})
     assert (local.status, len(asked)) == (400, 2)
+
+
+def test_the_files_of_a_request_have_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, asked = [0.0], []
+
+    def fetched(url: str, most: int, seconds: float) -> bytes:
+        asked.append(seconds)
+        clock[0] += 6
+        return FILES[0]
+
+    monkeypatch.setattr(fetch, "fetch", fetched)
+    monkeypatch.setattr(images.time, "monotonic", lambda: clock[0])
+    one = Images(server(media_urls=True).front)
+    for _ in range(3):
+        one.take(photo(SEEN_AT), "here")
+    with pytest.raises(ApiError, match=r"here: .* the files of this request take longer than 10 seconds"):
+        one._fetch()
+    assert asked == [10, 4]
+
+
+def test_slow_hosts_keep_no_other_work_waiting() -> None:
+    """A client fetches for one request at a time, and all for two."""
+    one, go_on, at = server(), threading.Event(), []
+
+    def fetched(client: str) -> None:
+        at.append(client)
+        assert go_on.wait(30)
+
+    async def work(_: Any) -> None:
+        http = {name: HttpRequest({"type": "http", "client": (name, 1)}) for name in "abc"}
+        asked = [asyncio.create_task(one.front.work(http[of], fetched, of, fetches=True)) for of in "aaaabbc"]
+        while len(at) < 2:
+            await asyncio.sleep(0.001)
+        try:
+            for of in http:
+                assert await asyncio.wait_for(one.front.work(http[of], lambda: 7), 10) == 7
+            assert at == ["a", "b"]
+        finally:
+            go_on.set()
+            await asyncio.gather(*asked)
+
+    one.run(work)
+    assert sorted(at) == list("aaaabbc")
 
 
 def said_aloud(data: Any, format: Any = "wav") -> dict[str, Any]:
