@@ -179,6 +179,19 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def has_ended(child: int) -> bool:
+    """Return whether a child process has ended, and leave its status to whoever waits for it. child: its id.
+
+    False where the system has no waitid: only whoever waits for it hears of its end there.
+    """
+    if not hasattr(os, "waitid"):
+        return False
+    try:
+        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # somebody has waited for it
+        return True
+
+
 # --- terminals, sockets, signals
 
 

@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 import click
 
+from .. import system
 from .model import log_requests, log_to_stderr, plain_errors
 from .serving import Job, serve_model
 from .terminal import note
@@ -124,12 +125,7 @@ class Process:
     @property
     def alive(self) -> bool:
         """Asks the system, too: the loop hears of an end some time after it."""
-        if self._process.returncode is not None:
-            return False
-        try:
-            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-        except ChildProcessError:  # the loop has taken it, and tells of it next
-            return False
+        return self._process.returncode is None and not system.has_ended(self._process.pid)
 
     async def stop(self) -> None:
         """Returns when the process has ended."""

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvflash_ggml import system
+from kvflash_ggml.cli import several
 from kvflash_ggml.files import PART, being_written, replacing
 from kvflash_ggml.placement import memory
 from kvflash_ggml.snapshot.container import FileSource
@@ -35,7 +36,7 @@ class Lacking:
 sys.meta_path.insert(0, Lacking())
 for name in ("fcntl", "resource", "termios"):
     sys.modules.pop(name, None)
-for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "pread", "preadv", "sched_getaffinity", "sysconf"):
+for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "pread", "preadv", "sched_getaffinity", "sysconf", "waitid"):
     delattr(os, name)
 del signal.SIGHUP
 import kvflash_ggml
@@ -84,7 +85,7 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> Msvcrt:
         monkeypatch.setattr(system, name, None)
     monkeypatch.setattr(system, "_msvcrt", locks)
     monkeypatch.setattr(system, "RENAMES_OPEN_FILES", False)
-    for name in ("preadv", "sched_getaffinity", "sysconf", "O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"):
+    for name in ("preadv", "sched_getaffinity", "sysconf", "waitid", "O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"):
         monkeypatch.delattr(os, name, raising=False)
     return locks
 
@@ -130,6 +131,28 @@ def test_a_system_that_tells_little(windows: Msvcrt, tmp_path: Path, monkeypatch
         assert system.unsent_bytes(sock) == 0
     with system.typed_lines_kept(sys.stdin):
         pass
+
+
+def child_of(process: subprocess.Popen[bytes], returncode: int | None = None) -> several.Process:
+    """The process of a model. returncode: as the loop has heard of it."""
+    told: Any = SimpleNamespace(returncode=returncode, pid=process.pid)
+    return several.Process(port=1, n_ctx=1, _process=told, _patience_s=1)
+
+
+def test_a_process_that_has_ended() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert child_of(process).alive
+        assert process.stdin is not None
+        process.stdin.close()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not child_of(process).alive
+    assert not child_of(process).alive, "somebody has waited for it"
+
+
+def test_a_process_that_has_ended_without_waitid(windows: Msvcrt) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        assert child_of(process).alive
+    assert not child_of(process, returncode=0).alive
 
 
 def test_memory_as_macos_and_windows_tell_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
