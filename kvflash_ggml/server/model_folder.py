@@ -62,7 +62,7 @@ def models(folder: Path) -> dict[str, FolderModel]:
             except OSError:  # as lost+found
                 continue
             several = [one for path in inside if (one := _model(path)) is not None]
-            projector = next((path for path in inside if path.match("mmproj*.gguf")), None)
+            projector = next((path for path in inside if path.match("mmproj*.gguf") and path.is_file()), None)
             alone = len(several) == 1 and inner.name not in found and _written(inner.name)
             for one in several:
                 name = inner.name if alone else f"{inner.name}/{one.name}"

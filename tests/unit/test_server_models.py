@@ -332,7 +332,7 @@ def test_the_line_is_bounded() -> None:
 def test_names_of_a_folder(tmp_path: Path) -> None:
     for name in (
         "a.gguf", "B c.gguf", "notes.txt", ".hidden.gguf", "mmproj-a.gguf", "big-00001-of-00002.gguf",
-        "big-00002-of-00002.gguf", "one/x.gguf", "one/mmproj-x.gguf", "two/x.gguf", "two/y.gguf", "a/z.gguf",
+        "big-00002-of-00002.gguf", "one/x.gguf", "one/mmproj-y.gguf", "two/x.gguf", "two/y.gguf", "a/z.gguf",
         "two/mmproj-y.gguf",
         "split/s-00001-of-00002.gguf", "split/s-00002-of-00002.gguf", ".git/x.gguf", "deep/er/x.gguf",
     ):  # fmt: skip
@@ -341,13 +341,15 @@ def test_names_of_a_folder(tmp_path: Path) -> None:
         path.touch()
     (tmp_path / "folder.gguf").mkdir()
     (tmp_path / "lost.gguf").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "one" / "mmproj-lost.gguf").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "one" / "mmproj-folder.gguf").mkdir()
     with suppress(OSError, UnicodeEncodeError):
         (tmp_path / "bad\udcff.gguf").touch()
     found = model_folder.models(tmp_path)
     assert sorted(found) == ["B c", "a", "a/z", "big", "one", "split", "two/x", "two/y"]
     assert found["big"].path.name == "big-00001-of-00002.gguf"
     seen = {name: one.projector.name for name, one in found.items() if one.projector is not None}
-    assert seen == {"a": "mmproj-a.gguf", "one": "mmproj-x.gguf", "two/y": "mmproj-y.gguf"}
+    assert seen == {"a": "mmproj-a.gguf", "one": "mmproj-y.gguf", "two/y": "mmproj-y.gguf"}
     assert model_folder.head(found["a"]).facts == {}
 
 
