@@ -19,7 +19,7 @@ from stat import S_ISREG
 
 from .. import system
 from ..errors import ConfigError
-from ..files import PART, being_written, is_abandoned
+from ..files import PART, is_abandoned
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -120,16 +120,18 @@ class Folder:
 class ScratchFolder:
     """A folder of this process in the temporary folder.
 
-    When it is made, those that processes have left that died are deleted. prefix: how the names of all of them begin.
+    When it is made, those of processes that have died are deleted, from an age of a minute on: a younger one may not be
+    locked yet. prefix: how the names of all of them begin. ConfigError if somebody else locks it.
     """
 
     def __init__(self, prefix: str) -> None:
         for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-            if not left.is_symlink() and not being_written(left / ".lock"):
+            if not left.is_symlink() and is_abandoned(left / ".lock"):
                 shutil.rmtree(left, ignore_errors=True)
         self.path = Path(tempfile.mkdtemp(prefix=prefix))
         self._lock = system.open_file(self.path / ".lock", os.O_RDWR | os.O_CREAT)
-        system.try_lock(self._lock)
+        if not system.try_lock(self._lock):
+            raise ConfigError(f"{self.path} was locked by another process as soon as it was made: start again")
 
     def close(self) -> None:
         """Delete it."""

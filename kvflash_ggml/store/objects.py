@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -15,6 +18,8 @@ from typing import Any, Protocol, TypeVar
 from .. import pip_line
 from ..errors import ConfigError
 from ..files import PART, replacing
+
+logger = logging.getLogger("kvflash_ggml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,9 @@ LIMIT_S = 30.0
 
 MAX_HANGING = 8
 """Operations that hang at once. Each keeps a thread and perhaps a block; with so many, the next one fails at once."""
+
+REST_S = 5.0
+"""Seconds after a timeout in which every operation fails at once: a queue of writes waits for one of them only."""
 
 
 class Objects(Protocol):
@@ -86,7 +94,10 @@ class FolderObjects:
                 file.write(data)
             os.link(part, place)  # whole or not at all, and never over another
         except FileExistsError:
-            return part.stat().st_nlink > 1  # NFS may repeat a request that it has done, and refuse it then
+            # NFS may repeat a request that was done, and is refused then; an earlier try may have been done late
+            with contextlib.suppress(FileNotFoundError):  # another server has deleted it
+                return place.read_bytes() == data
+            return False
         finally:
             part.unlink(missing_ok=True)
         return True
@@ -186,14 +197,19 @@ T = TypeVar("T")
 class TimedObjects:
     """Objects of a store that may hang, as a network file system does: after `limit_s` an operation is a TimeoutError.
 
-    It may still be done later. name: of the store, for messages. Any thread uses it.
+    A `put` or `delete` may still be done later. An object that a `create` makes later is deleted again; until then
+    another `create` of this name is a TimeoutError. name: of the store, for messages. rest_s: as REST_S. Any thread
+    uses it.
     """
 
-    def __init__(self, objects: Objects, *, name: str, limit_s: float = LIMIT_S) -> None:
+    def __init__(self, objects: Objects, *, name: str, limit_s: float = LIMIT_S, rest_s: float = REST_S) -> None:
         self._objects = objects
         self._name = name
         self._limit_s = limit_s
-        self._hanging = list[Future[Any]]()
+        self._rest_s = rest_s
+        self._rests_until = -math.inf
+        self._hanging: dict[threading.Thread, str | None] = {}  # with the name that it creates
+        self._lock = threading.Lock()
 
     def get(self, name: str) -> bytes:
         return self._timed(lambda: self._objects.get(name))
@@ -202,7 +218,7 @@ class TimedObjects:
         self._timed(lambda: self._objects.put(name, data))
 
     def create(self, name: str, data: bytes) -> bool:
-        return self._timed(lambda: self._objects.create(name, data))
+        return self._timed(lambda: self._objects.create(name, data), creates=name)
 
     def list(self, prefix: str) -> list[Listed]:
         return self._timed(lambda: self._objects.list(prefix))
@@ -210,23 +226,44 @@ class TimedObjects:
     def delete(self, name: str) -> None:
         self._timed(lambda: self._objects.delete(name))
 
-    def _timed(self, work: Callable[[], T]) -> T:
+    def _timed(self, work: Callable[[], T], *, creates: str | None = None) -> T:
         done = Future[T]()
 
         def run() -> None:
             try:
-                done.set_result(work())
+                result = work()
             except BaseException as err:
-                done.set_exception(err)
+                if done.set_running_or_notify_cancel():
+                    done.set_exception(err)
+                return
+            if done.set_running_or_notify_cancel():  # not given up
+                done.set_result(result)
+            elif creates is not None and result:
+                self._undo(creates)
 
-        self._hanging = [one for one in self._hanging if not one.done()]
-        if len(self._hanging) < MAX_HANGING:
-            # a thread of its own: nothing else can leave an operation that hangs, and the process ends without it
-            threading.Thread(target=run, name="kvflash-object", daemon=True).start()
-            if wait([done], self._limit_s).done:
+        # a thread of its own: nothing else can leave an operation that hangs, and the process ends without it
+        thread = threading.Thread(target=run, name="kvflash-object", daemon=True)
+        if self._may_begin(creates):
+            thread.start()
+            if wait([done], self._limit_s).done or not done.cancel():
                 return done.result()
-            self._hanging.append(done)
+            with self._lock:
+                self._hanging[thread] = creates
+                self._rests_until = time.monotonic() + self._rest_s
         raise TimeoutError(f"{self._name} has not answered for {self._limit_s:.0f} s")
+
+    def _may_begin(self, creates: str | None) -> bool:
+        with self._lock:
+            self._hanging = {thread: name for thread, name in self._hanging.items() if thread.is_alive()}
+            taken = creates is not None and creates in self._hanging.values()
+            return not taken and len(self._hanging) < MAX_HANGING and time.monotonic() >= self._rests_until
+
+    def _undo(self, name: str) -> None:
+        """Delete what was created after its caller was told that it failed: an erased text must not come back."""
+        try:
+            self._objects.delete(name)
+        except OSError as err:
+            logger.warning("%s: %s was written too late, and could not be deleted: %s", self._name, name, err)
 
 
 def open_objects(url: str, *, write: bool) -> Objects:

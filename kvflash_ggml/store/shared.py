@@ -228,6 +228,11 @@ class Draft:
     tokens: Int32s
     base: Head | None
 
+    @property
+    def number(self) -> int:
+        """The number that it gets, unless another server has continued the conversation since `base`."""
+        return 1 if self.base is None else self.base.number + 1
+
 
 class SharedTexts:
     """The store of one model. Any thread uses it.
@@ -335,19 +340,19 @@ class SharedTexts:
     @contextmanager
     def announced(self, draft: Draft) -> Iterator[None]:
         """Let other servers know that a state is being written. OSError."""
-        number = 1 if draft.base is None else draft.base.number + 1
         try:
-            self.announce(draft.id, number, draft.tokens, draft.salt)
+            self.announce(draft.id, draft.number, draft.tokens, draft.salt)
             yield
         finally:
-            self.withdraw(draft.id, number)
+            self.withdraw(draft.id, draft.number)
 
     def announce(self, id: str, number: int, tokens: Int32s, salt: str) -> None:
         """Announce a state, until `withdraw`. A short text is not announced. OSError."""
         if len(tokens) >= ANNOUNCED:
             name = f"{head_name(begin_of(tokens, salt), id, number)}~{marks_of(tokens)}~soon"
-            self._announced.add(name)  # first: a write that fails may have been done
             self._objects.put(name, b"")
+            # after it: withdrawing what failed would wait a second time for a store that hangs, and OLD_S ends it
+            self._announced.add(name)
 
     def withdraw(self, id: str | None = None, number: float = float("inf")) -> None:
         """Delete what was announced here of a conversation, up to this number; without arguments everything.

@@ -80,7 +80,8 @@ class SharedSwapStore(SwapStore):
         self._scratch = ScratchFolder("kvflash-store-")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvflash-store")
         self._reader = ThreadPoolExecutor(READERS, thread_name_prefix="kvflash-takeover")
-        self._writing: dict[Conversation, tuple[Future[Head], SwappedText]] = {}
+        self._announcer = ThreadPoolExecutor(1, thread_name_prefix="kvflash-announcer")  # one: in order
+        self._writing: dict[Conversation, tuple[Future[Head], SwappedText, Draft]] = {}
         self._next: dict[Conversation, SwappedText] = {}
         self._searches: dict[tuple[str, bytes], tuple[Int32s, Future[_Found]]] = {}
         self._refused = set[str]()
@@ -98,10 +99,11 @@ class SharedSwapStore(SwapStore):
         self._unqueue(conversation)
         self._next[conversation] = swapped
         if conversation in self._writing and not self._resting(WRITE):
-            base = conversation.head  # of what is being written
-            id, number = (conversation.id, 2) if base is None else (base.id, base.number + 2)
+            draft = self._writing[conversation][2]
             # a search that comes when that is written waits for this one
-            self._reader.submit(self._shared.announce, id, number, swapped.tokens.copy(), conversation.salt)
+            self._announcer.submit(
+                self._shared.announce, draft.id, draft.number + 1, swapped.tokens.copy(), conversation.salt
+            )
         self._write_next()
 
     def _write_next(self) -> None:
@@ -110,8 +112,9 @@ class SharedSwapStore(SwapStore):
             if self._resting(WRITE) or (WRITE in self._rests and self._writing):
                 return
             swapped = self._next.pop(conversation)
-            future = self._submit(conversation, swapped)
-            self._writing[conversation] = future, swapped
+            draft = self._draft(conversation, swapped)
+            future = self._writer.submit(self._publish, draft, swapped)
+            self._writing[conversation] = future, swapped, draft
             future.add_done_callback(lambda _: self._wake())
 
     def _unqueue(self, conversation: Conversation) -> None:
@@ -120,14 +123,13 @@ class SharedSwapStore(SwapStore):
         if swapped is not None:
             swapped.release()
 
-    def _submit(self, conversation: Conversation, swapped: SwappedText) -> Future[Head]:
+    def _draft(self, conversation: Conversation, swapped: SwappedText) -> Draft:
         base = conversation.head
-        draft = Draft(
+        return Draft(
             id=base.id if base is not None else new_id() if conversation.stale else conversation.id,
             salt=conversation.salt, prompt=min(conversation.prompt, len(swapped.tokens)), places=swapped.places,
             tokens=swapped.tokens.copy(), base=base,
         )  # fmt: skip
-        return self._writer.submit(self._publish, draft, swapped)
 
     def _publish(self, draft: Draft, swapped: SwappedText) -> Head:
         with self._shared.announced(draft), self._file() as path:
@@ -142,9 +144,11 @@ class SharedSwapStore(SwapStore):
 
     def _settle(self, conversation: Conversation) -> None:
         """Wait for the write that is under way, and begin the next one."""
-        future, swapped = self._writing[conversation]
+        future, swapped, draft = self._writing[conversation]
         done = self._note(conversation, future)
         del self._writing[conversation]
+        if not done or conversation not in self._next or future.result().id != draft.id:
+            self._announcer.submit(self._shared.withdraw, draft.id)  # no write of the announced name follows
         if done or conversation in self._next or not isinstance(future.exception(), OSError):
             swapped.release()
         else:
@@ -180,7 +184,8 @@ class SharedSwapStore(SwapStore):
         if self._resting(WRITE) or len(swapped.tokens) < CHUNK:
             return False  # sooner read than fetched
         self._unqueue(conversation)  # it is no newer
-        return self._note(conversation, self._submit(conversation, swapped))
+        draft = self._draft(conversation, swapped)
+        return self._note(conversation, self._writer.submit(self._publish, draft, swapped))
 
     def _resting(self, what: str) -> bool:
         return self._clock() < self._rests.get(what, -math.inf)
@@ -241,7 +246,7 @@ class SharedSwapStore(SwapStore):
 
     def collect(self) -> bool:
         """Use the results of writes and searches that have ended. Return whether a search has."""
-        for conversation, (written, _) in list(self._writing.items()):
+        for conversation, (written, *_) in list(self._writing.items()):
             if written.done():
                 self._settle(conversation)
         self._write_next()
@@ -352,6 +357,7 @@ class SharedSwapStore(SwapStore):
         super().close()
         for conversation in list(self._next):
             self._unqueue(conversation)
+        self._announcer.shutdown(cancel_futures=True)
         self._shared.withdraw()
         self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown()

@@ -34,6 +34,7 @@ from kvflash_ggml.store.shared import (
     OLD_S,
     Draft,
     Head,
+    Name,
     SharedTexts,
     alike,
     chunk_hashes,
@@ -42,7 +43,8 @@ from kvflash_ggml.store.shared import (
     marks_of,
     parse_name,
 )
-from kvflash_ggml.store.takeover import REST_S
+from kvflash_ggml.store.swapped import Conversation
+from kvflash_ggml.store.takeover import REST_S, SharedSwapStore
 from kvflash_ggml.store.texts import new_id
 
 TEXT = np.arange(600, dtype=np.int32) % 90 + 33
@@ -302,7 +304,7 @@ def test_an_operation_that_hangs_is_given_up() -> None:
         assert goes_on.wait(60)
 
     objects = MemoryObjects(before)
-    timed = TimedObjects(objects, name="/mnt/texts", limit_s=0.01)
+    timed = TimedObjects(objects, name="/mnt/texts", limit_s=0.01, rest_s=0)
     for _ in range(MAX_HANGING + 2):
         with pytest.raises(TimeoutError, match="/mnt/texts has not answered for 0 s"):
             timed.put("a", b"1")
@@ -317,6 +319,71 @@ def test_an_operation_that_hangs_is_given_up() -> None:
         timed.get("c")
 
 
+def test_after_a_timeout_operations_fail_at_once() -> None:
+    goes_on, began = threading.Event(), list[str]()
+
+    def before(what: str, name: str) -> None:
+        began.append(name)
+        assert goes_on.wait(60)
+
+    timed = TimedObjects(MemoryObjects(before), name="/mnt/texts", limit_s=0.01, rest_s=1e9)
+    for name in ("a", "b", "c"):
+        with pytest.raises(TimeoutError, match="/mnt/texts has not answered for 0 s"):
+            timed.get(name)
+    goes_on.set()
+    assert began == ["a"]
+
+
+def test_what_is_created_too_late_is_deleted() -> None:
+    """Its caller was told that it failed, and erases nothing. What another server has created stays."""
+    goes_on, deleted = threading.Event(), list[str]()
+
+    def before(what: str, name: str) -> None:
+        if what == "create":
+            assert goes_on.wait(60)
+        if what == "delete":
+            deleted.append(name)
+
+    objects = MemoryObjects(before)
+    timed = TimedObjects(objects, name="/mnt/texts", limit_s=0.01, rest_s=0)
+    for name in ("mine", "mine", "other"):
+        with pytest.raises(TimeoutError):
+            timed.create(name, b"1")
+    began = [*timed._hanging]
+    assert len(began) == 2, "a name whose creation has not ended is not created again"
+    objects.all["other"] = b"2", 0.0
+    goes_on.set()
+    for thread in began:
+        thread.join(60)
+    assert (deleted, [*objects.all]) == (["mine"], ["other"])
+    assert TimedObjects(objects, name="/mnt/texts", limit_s=60).create("mine", b"1")
+
+
+def test_what_came_too_late_and_cannot_be_deleted_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    goes_on = threading.Event()
+
+    def before(what: str, name: str) -> None:
+        assert goes_on.wait(60)
+        if what == "delete":
+            raise OSError("no route to host")
+
+    timed = TimedObjects(MemoryObjects(before), name="/mnt/texts", limit_s=0.01)
+    with pytest.raises(TimeoutError):
+        timed.create("a", b"1")
+    (thread,) = timed._hanging
+    goes_on.set()
+    thread.join(60)
+    assert "/mnt/texts: a was written too late, and could not be deleted: no route to host" in caplog.text
+
+
+def test_a_folder_knows_what_it_has_created_itself(tmp_path: Path) -> None:
+    objects = FolderObjects(tmp_path)
+    assert objects.create("a/b", b"one")
+    assert objects.create("a/b", b"one")
+    assert not objects.create("a/b", b"two")
+    assert objects.get("a/b") == b"one"
+
+
 def test_folders_of_servers_that_died_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "other").mkdir()
@@ -324,12 +391,22 @@ def test_folders_of_servers_that_died_are_deleted(tmp_path: Path, monkeypatch: p
     (dead.path / "text.kvs").write_bytes(b"1")
     os.close(dead._lock)  # as its process ends
     alive = ScratchFolder("texts-")
-    assert not dead.path.exists()
+    assert dead.path.exists(), "one as young may belong to a process that has not locked it yet"
+    for old in (dead, alive):
+        os.utime(old.path / ".lock", (1, 1))
     last = ScratchFolder("texts-")
+    assert not dead.path.exists()
     assert alive.path.exists()
     alive.close()
     last.close()
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_a_folder_that_somebody_else_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("kvflash_ggml.system.try_lock", lambda file: False)
+    with pytest.raises(ConfigError, match=f"{tmp_path}/texts-.* was locked by another process"):
+        ScratchFolder("texts-")
 
 
 def test_a_damaged_store_costs_one_reading(
@@ -517,6 +594,124 @@ def test_an_announcement_of_a_write_that_failed() -> None:
     with texts.announced(draft):
         assert len(objects.all) == 1
     assert objects.all == {}
+
+
+def test_what_could_not_be_announced_is_not_withdrawn() -> None:
+    """A store that hangs is waited for once."""
+    asked = list[str]()
+
+    def away(what: str, name: str) -> None:
+        asked.append(what)
+        raise OSError("no route to host")
+
+    texts = SharedTexts(MemoryObjects(away))
+    draft = Draft(id="c-0123456789abcdef", salt="", prompt=1, places=None, tokens=np.tile(TEXT, 2), base=None)
+    with pytest.raises(OSError, match="no route"), texts.announced(draft):
+        pass
+    assert asked == ["put"]
+
+
+class Parked:
+    """A swapped-out text of so many tokens."""
+
+    places = None
+
+    def __init__(self, count: int) -> None:
+        self.tokens = np.resize(TEXT, count)
+
+    def parts(self) -> Iterator[tuple[int, int]]:
+        yield id(self), 1000
+
+    def release(self) -> None:
+        pass
+
+
+@pytest.fixture
+def parking() -> Iterator[Callable[..., SharedSwapStore]]:
+    made: list[SharedSwapStore] = []
+
+    def make(objects: Objects, **settings: Any) -> SharedSwapStore:
+        def write(swapped: Any, path: Path) -> None:
+            path.write_bytes(swapped.tokens.tobytes())
+
+        settings = {"capacity": 1 << 30, "read": None, "at_hand": list, "wake": lambda: None, **settings}
+        made.append(SharedSwapStore(SharedTexts(objects), write=write, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def announcements(objects: MemoryObjects) -> list[Name]:
+    return [name for name in map(parse_name, list(objects.all)) if name is not None and name.soon]
+
+
+def test_eviction_waits_once_for_a_store_that_hangs(parking: Callable[..., SharedSwapStore]) -> None:
+    """However many writes are queued."""
+    goes_on, began = threading.Event(), list[str]()
+
+    def before(what: str, name: str) -> None:
+        began.append(what)
+        assert goes_on.wait(60)
+
+    store = parking(TimedObjects(MemoryObjects(before), name="/mnt/texts", limit_s=0.05, rest_s=1e9), capacity=1)
+    several = [Conversation(tokens=Parked(2048).tokens) for _ in range(4)]
+    for one in several:
+        store.offer(one, Parked(2048))
+    try:
+        store.put(several[-1], Parked(2048), 0.0)
+        assert began == ["put"]
+    finally:
+        goes_on.set()
+
+
+@pytest.mark.parametrize("end", ["failed", "copied"])
+def test_a_state_that_never_comes_is_not_waited_for(end: str, parking: Callable[..., SharedSwapStore]) -> None:
+    """The next state was announced while one was written, which failed, or became a copy."""
+    goes_on, creates, now = threading.Event(), list[str](), [0.0]
+
+    def before(what: str, name: str) -> None:
+        if what == "create":
+            creates.append(name)
+        if what == "create" and len(creates) == 1:
+            assert goes_on.wait(60)
+            if end == "failed":
+                raise OSError("no route to host")
+            objects.create_now(name, b"of another server")
+
+    objects = MemoryObjects(before)
+    store = parking(objects, clock=lambda: now[0])
+    one = Conversation(tokens=Parked(2048).tokens)
+    store.offer(one, Parked(2048))
+    store.offer(one, Parked(3072))
+    until(lambda: len(announcements(objects)) == 2)
+    goes_on.set()
+    until(lambda: store.collect() or store.counts.failed + store.counts.written)
+    until(lambda: (one.id, 2) not in {(name.id, name.number) for name in announcements(objects)})
+    now[0] += REST_S
+    until(lambda: store.collect() or (one.head is not None and len(one.head.tokens) == 3072))
+    until(lambda: not announcements(objects))
+
+
+def test_a_stale_text_is_announced_as_it_is_written(parking: Callable[..., SharedSwapStore]) -> None:
+    goes_on = threading.Event()
+
+    def before(what: str, name: str) -> None:
+        if what == "create":
+            assert goes_on.wait(60)
+
+    objects = MemoryObjects(before)
+    store = parking(objects)
+    one = Conversation(tokens=Parked(2048).tokens, stale=True)
+    store.offer(one, Parked(2048))
+    store.offer(one, Parked(3072))
+    until(lambda: len(announcements(objects)) == 2)
+    ids = {name.id for name in announcements(objects)}
+    goes_on.set()
+    until(lambda: store.collect() or (one.head is not None and one.head.number == 2))
+    assert one.head is not None
+    assert ids == {one.head.id}
 
 
 def test_the_answer_of_a_long_prompt_is_waited_for_too(server: Callable[..., Scheduler]) -> None:
