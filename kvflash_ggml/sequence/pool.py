@@ -176,7 +176,8 @@ class Pool:
                 # once a token, by single values: numpy takes three times as long for slices of one
                 engine.seq[first], engine.token[first], engine.pos[first] = step.seq, step.tokens[0], start
                 engine.output[first] = step.output.every or step.output.last
-                engine.query_row[first] = step.queries.row_of(start)
+                queries = step.queries
+                engine.query_row[first] = queries.order.item(start % queries.ring) if queries.rows else -1
                 engine.slot[first] = slot = step.plan.layout.slot_of(start)
                 step.mask.fill_token(start, slot, first)
                 continue

@@ -53,10 +53,6 @@ class QueryRing:
         place[: count - newest] = -1
         place[count - newest :] = self.order[np.arange(start + count - newest, start + count) % ring]
 
-    def row_of(self, pos: int) -> int:
-        """Return the row that takes the query of one token; -1 if no queries are kept."""
-        return self.order.item(pos % self.ring) if self.rows else -1
-
     def rows_of(self, end: int, count: int) -> Int32s:
         """Return the rows of the queries of positions [end - count, end)."""
         rows: Int32s = self.order[np.arange(end - count, end) % self.ring].astype(np.int32)

@@ -183,7 +183,7 @@ def test_interrupted_anywhere(llama: Any, tokens: Any) -> None:
     first = ask(llm, text, 12)
     ask(llm, text)
     state = llm.save_state()
-    files = tuple(f"sequence/{name}.py" for name in ("sequence", "step", "pool", "prefill", "relevance", "recovery"))
+    files = tuple(f"sequence/{name}.py" for name in ("sequence", "step", "pool", "prefill", "relevance", "checkpoints"))
     k, hits = random.Random(4).randrange(1, 4), 0
     while True:
         interrupter = Interrupter(k, (*files, "pool/page_table.py"))

@@ -11,7 +11,7 @@ from support.harness import CHUNK, check, reach, row
 from support.inside import inside
 from support.interrupter import Interrupter
 
-PARTS = ("sequence", "step", "pool", "prefill", "query_ring", "recovery", "paging", "checkpoints")
+PARTS = ("sequence", "step", "pool", "prefill", "query_ring", "paging", "checkpoints")
 SESSION = tuple(f"sequence/{name}.py" for name in PARTS)
 MAPPING = (*SESSION, "pool/page_table.py", "pool/plan.py")
 HOST = ("heap", "image", "slabs", "store")

@@ -95,7 +95,7 @@ def test_a_failure_leaves_the_session_as_it_was(
             engines.append(pool.engine)
             raise MemoryError
 
-        patch.setattr("kvflash_ggml.llama.opening.open_session", refused)
+        patch.setattr("kvflash_ggml.llama.opening.open_sequence", refused)
         with pytest.raises(MemoryError):
             llm.resize_pool(1024)
         assert [engine.closed for engine in engines] == [True]

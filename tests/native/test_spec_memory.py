@@ -161,7 +161,7 @@ def test_another_drafter_begins_anew(
     assert (found["tokens"], found["digests"]) == (wanted["tokens"], wanted["digests"])
     told = [record.message for record in caplog.records]
     assert told == ([] if other == "ngram" else [told[0]])
-    assert other == "ngram" or "begins anew behind the text" in told[0]
+    assert other == "ngram" or "starts anew behind the restored text" in told[0]
 
 
 @pytest.mark.parametrize("kind", ["dflash", "eagle3", "small"])
