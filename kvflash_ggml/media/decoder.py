@@ -16,7 +16,7 @@ with contextlib.suppress(ModuleNotFoundError):  # Windows has no limits
     import resource
 
 REFUSED, NO_LIBRARY = 3, 4
-"""Exit statuses: for a file that cannot be decoded, or has no room; and where there is no decoder."""
+"""Exit statuses: for a file that cannot be decoded, or has no room; and where there is no decoder that fits."""
 
 
 class _Options(ctypes.Structure):
@@ -42,7 +42,7 @@ def main(library: str, seconds: int, memory: int, rate: int) -> int:
     _limit(seconds, memory)
     lib.mtmd_get_audio_sample_rate.argtypes = [ctypes.c_void_p]
     if rate and lib.mtmd_get_audio_sample_rate(model) != rate:
-        return REFUSED
+        return NO_LIBRARY  # the file is not to blame: this library looks elsewhere for the rate
     decode = lib.mtmd_helper_bitmap_init_from_buf
     decode.restype = _Made
     decode.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_bool, _Options]

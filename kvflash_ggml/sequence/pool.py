@@ -173,7 +173,7 @@ class Pool:
             if step.wait > wait:
                 wait = step.wait
             if n == 1 and branches is None and step.streamed is None and step.tokens[0] >= 0:
-                # once a token, by single values: numpy takes three times as long for slices of one
+                # Every decoded token comes here. Numpy takes three times as long for a slice of length one.
                 engine.seq[first], engine.token[first], engine.pos[first] = step.seq, step.tokens[0], start
                 engine.output[first] = step.output.every or step.output.last
                 queries = step.queries

@@ -151,8 +151,8 @@ class Prefill:
         start = text.length
         count = min(text.n_ubatch, end - self.done, text.table.room(start, spare=spare))
         if are_mutual(self.tokens[self.done : end]):
-            count = end - self.done  # an image in one step, for which the pool has room, or refuses it
-        media = self.tokens.item(self.done) < 0  # no checkpoint within an image is of use
+            count = end - self.done  # rows that see each other need one step; the pool refuses it if it has no room
+        media = self.tokens.item(self.done) < 0  # a checkpoint within an image is useless: texts are cut at its ends
         if checkpoint is not None and not question and not media and start < checkpoint < start + count:
             count = checkpoint - start
         if text.engine.whole(start, seq=text.seq) == start:

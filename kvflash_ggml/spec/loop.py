@@ -430,7 +430,7 @@ class Speculator:
             return
         end, newest = start + len(tokens), self._features.newest
         if newest is not None and end <= self._prompt - newest:
-            return  # no drafter uses rows so far back, and reading them waits for the compute
+            return  # Drafters use newer rows only. To read these would make the step wait for the device.
         self._prompt = 0 if end >= self._prompt else self._prompt
         if not sum([one.reads(len(tokens), ahead=ahead) for one in self._asked]):
             return
