@@ -562,6 +562,8 @@ class Llama(llama_cpp.Llama):
         made = Chatting(self).answer(args, settings) if self._own_template else None
         return super().create_chat_completion(*args, **settings) if made is None else made
 
+    _scores: Any = property(lambda self: self.scores[: self.n_tokens or 1])  # upstream reads a row behind a preview
+
     create_chat_completion.__signature__ = PARAMETERS  # type: ignore[attr-defined]
 
     def _create_completion(  # type: ignore[override]  # the keywords between are upstream's and only passed on
@@ -574,6 +576,8 @@ class Llama(llama_cpp.Llama):
     ) -> Iterator[Any]:
         if logit_bias:
             logits_processor = with_bias(logits_processor, logit_bias)
+        if self._previews is not None:
+            kwargs["stopping_criteria"] = self._previews.criteria(kwargs.get("stopping_criteria"))
         completion: Any = super()._create_completion(prompt, logits_processor=logits_processor, **kwargs)
         completion = limited(self, completion, kwargs.get("max_tokens"))
         return self._call_lock.pieces(completion) if kwargs.get("stream") else self._call_lock.whole(completion)

@@ -19,6 +19,7 @@ from ..store.prefixes import PrefixCache
 
 Tokens = Generator[int, Sequence[int] | None, None]
 Make = Callable[..., Tokens]
+Criteria = Callable[[Any, Any], bool]
 
 LEAST = 2048
 """Tokens that a preview reads at least. A prompt with less than twice that to read is read as a whole."""
@@ -143,6 +144,18 @@ class Previews:
                 reader.previewing = False
             self._unread = partial(make, tokens)
             reader.pooled.stats = told
+
+    def criteria(self, stopping: Criteria | None) -> Criteria | None:
+        """Wrap stopping criteria for upstream, which asks again when the preview's text has gone: the outcome stays."""
+        met = False
+
+        def ask(ids: Any, logits: Any) -> bool:
+            nonlocal met
+            if stopping is not None and (self._unread is None or self._llm._reader.previewing):
+                met = stopping(ids, logits)
+            return met
+
+        return None if stopping is None else ask
 
     def finish(self) -> int:
         """See `Llama.finish_preview`."""

@@ -139,3 +139,14 @@ def test_what_needs_the_whole_prompt_is_refused(llama: Any, prompt: list[int]) -
         next(llm.generate(prompt))
     with pytest.raises(ConfigError, match="logits_all"):
         llama("small", **SETTINGS, kvflash_reading="preview", logits_all=True)
+
+
+@pytest.mark.parametrize(("stops", "reason"), [(False, "length"), (True, "stop")])
+def test_stopping_criteria_see_the_text_of_a_preview(llama: Any, prompt: list[int], stops: bool, reason: str) -> None:
+    llm = llama("dense", **SETTINGS, kvflash_reading="preview")  # with no text before the preview
+    made = llm.create_completion(
+        prompt, max_tokens=3, temperature=0.0, stopping_criteria=lambda ids, logits: stops and len(ids) > 0
+    )
+    assert llm.kvflash.last.previewed == len(prompt)
+    assert made["choices"][0]["finish_reason"] == reason
+    assert made["usage"]["completion_tokens"] == (0 if stops else 3)
