@@ -140,14 +140,14 @@ class Conversations:
         return True
 
     def erase_running(self, access: Access, slot: Slot) -> int:
-        """Forget the text in a slot; how many tokens it had. ConversationBusy."""
+        """Forget the text in a slot; how many tokens it had. ConversationBusy. KVFlashError, and it stays."""
         mine = slot.conversation
         if not self._may(access, slot):
             return 0
         count = len(slot.model.tokens)
-        slot.clear()
         if mine is not None:
             self._store.delete_file(mine)
+        slot.clear()
         return count
 
     def save_running(self, name: str, access: Access, slot: Slot) -> tuple[int, int] | None:

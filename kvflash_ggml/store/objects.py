@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from .. import pip_line
+from .. import pip_line, system
 from ..errors import ConfigError
 from ..files import PART, replacing
 
@@ -31,6 +32,9 @@ class Listed:
     modified: float
 
 
+MAX_OBJECT = 64 << 20
+"""Bytes of the largest object that servers write. Of a larger one nobody reads more, so it costs little memory."""
+
 LIMIT_S = 30.0
 """Seconds that a server waits for one operation: a block of 4 MiB comes in that time at 140 KB/s."""
 
@@ -44,7 +48,9 @@ REST_S = 5.0
 class Objects(Protocol):
     """Objects by name, with slashes. Methods raise OSError if the store fails, and `get` FileNotFoundError."""
 
-    def get(self, name: str) -> bytes: ...
+    def get(self, name: str) -> bytes:
+        """Return the first MAX_OBJECT + 1 bytes of an object."""
+        ...
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object that is named by its content: an object of this name has the same bytes."""
@@ -73,7 +79,11 @@ class FolderObjects:
         self._path = path.absolute()
 
     def get(self, name: str) -> bytes:
-        return (self._path / name).read_bytes()
+        path = self._path / name
+        with open(path, "rb", opener=lambda _, flags: system.open_file(path, flags)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise FileNotFoundError(f"{path} is no file")  # a pipe would let its reader wait
+            return file.read(MAX_OBJECT + 1)
 
     def put(self, name: str, data: bytes) -> None:
         place = self._path / name
@@ -103,13 +113,18 @@ class FolderObjects:
         return True
 
     def list(self, prefix: str) -> list[Listed]:
+        def failed(err: OSError) -> None:
+            if not isinstance(err, FileNotFoundError):
+                raise err  # what cannot be read must not look as if it had been erased
+
         found = []
-        for folder, _, names in os.walk(self._path / prefix, followlinks=False):
+        for folder, _, names in os.walk(self._path / prefix, onerror=failed):
             for name in names:
                 path = Path(folder, name)
                 with contextlib.suppress(FileNotFoundError):  # another server has deleted it
-                    stat = path.lstat()
-                    found.append(Listed(path.relative_to(self._path).as_posix(), stat.st_size, stat.st_mtime))
+                    status = path.lstat()
+                    if stat.S_ISREG(status.st_mode):
+                        found.append(Listed(path.relative_to(self._path).as_posix(), status.st_size, status.st_mtime))
         return sorted(found, key=lambda one: one.name)
 
     def delete(self, name: str) -> None:
@@ -138,8 +153,14 @@ class RemoteObjects:
         self._root = path.rstrip("/")
 
     def get(self, name: str) -> bytes:
+        path = f"{self._root}/{name}"
         with _os_errors():
-            return bytes(self._fs.cat_file(f"{self._root}/{name}"))
+            try:
+                return bytes(self._fs.cat_file(path, end=MAX_OBJECT + 1))
+            except Exception:
+                if self._fs.size(path) == 0:
+                    return b""  # S3 has no range of nothing
+                raise
 
     def put(self, name: str, data: bytes) -> None:
         with _os_errors():
@@ -260,10 +281,15 @@ class TimedObjects:
 
     def _undo(self, name: str) -> None:
         """Delete what was created after its caller was told that it failed: an erased text must not come back."""
-        try:
-            self._objects.delete(name)
-        except OSError as err:
-            logger.warning("%s: %s was written too late, and could not be deleted: %s", self._name, name, err)
+        told = False
+        while True:
+            try:
+                return self._objects.delete(name)
+            except OSError as err:
+                if not told:
+                    logger.warning("%s: %s was written too late, and cannot be deleted yet: %s", self._name, name, err)
+                told = True
+            time.sleep(self._rest_s)
 
 
 def open_objects(url: str, *, write: bool) -> Objects:

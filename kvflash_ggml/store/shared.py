@@ -28,7 +28,7 @@ import numpy as np
 from ..arrays import Int32s
 from ..constants import CHUNK
 from ..errors import SnapshotError
-from .objects import Objects
+from .objects import MAX_OBJECT, Objects
 from .texts import new_id, usable
 
 logger = logging.getLogger("kvflash_ggml")
@@ -38,7 +38,9 @@ FIRST = 64
 
 BLOCK = 4 << 20
 
-MAX_HEAD = 64 << 20
+CHECKSUM = 64
+"""Characters of the checksum that a head begins with."""
+
 MAX_TOKENS = 1 << 26
 MAX_BYTES = 1 << 42
 RATE_SHARE = 0.3
@@ -173,8 +175,8 @@ def encode(head: Head) -> bytes:
 
 def decode(name: str, data: bytes) -> Head:
     """Read a head. SnapshotError, with the object's name, if it is damaged or belongs to another name."""
-    said, _, body = data[:MAX_HEAD].partition(b"\n")
-    if len(data) > MAX_HEAD or said.decode("latin-1") != hashlib.sha256(body).hexdigest():
+    said, _, body = data[:MAX_OBJECT].partition(b"\n")
+    if len(data) > MAX_OBJECT or said.decode("latin-1") != hashlib.sha256(body).hexdigest():
         raise SnapshotError(f"{name} is damaged: it does not match its checksum")
     try:
         head = _head(json.loads(body))
@@ -258,6 +260,8 @@ class SharedTexts:
         self._sleep = sleep
         self._wall = wall
         self._announced = set[str]()
+        self._unsure: dict[str, bytes] = {}  # heads whose writing failed, and that may be there, with their checksums
+        self._taking = threading.Lock()
         self._free = 0.0  # when the next transfer may begin
         self._lock = threading.Lock()
         self.rate: float | None = None
@@ -402,14 +406,27 @@ class SharedTexts:
         return head
 
     def _take(self, head: Head) -> bool:
-        """Create a head; False if another server was faster."""
-        if not self._objects.create(head.name, encode(head)):
-            return False
-        # earlier heads are deleted: the number may be free and yet not the newest
-        if self.latest(head.begin).get(head.id, 0) > head.number:
-            self._objects.delete(head.name)
-            return False
-        return True
+        """Create a head; False if another server was faster. OSError: perhaps it is there."""
+        data = encode(head)
+        with self._taking:
+            if self._unsure.setdefault(head.name, data[:CHECKSUM]) != data[:CHECKSUM]:
+                return False  # another server may have seen what was to be there, and go on from that
+            created = self._objects.create(head.name, data)
+            # earlier heads are deleted: the number may be free and yet not the newest
+            newest = created and self.latest(head.begin).get(head.id, 0) <= head.number
+            if created and not newest:
+                self._objects.delete(head.name)
+            del self._unsure[head.name]
+        return newest
+
+    def undo(self) -> None:
+        """Delete the states whose writing failed here, and that are there nevertheless. OSError."""
+        with self._taking:
+            for name, checksum in self._unsure.items():
+                with suppress(FileNotFoundError):
+                    if checksum and self._objects.get(name)[:CHECKSUM] == checksum:
+                        self._objects.delete(name)
+                self._unsure[name] = b""  # of no state: the name is not used again
 
     def fetch(self, head: Head, path: Path) -> None:
         """Write the snapshot of a state to a file. SnapshotError if a block is gone or damaged, OSError."""

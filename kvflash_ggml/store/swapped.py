@@ -348,9 +348,9 @@ class SwapStore:
             conversation.stored.current = False
 
     def erase(self, conversation: Conversation) -> None:
-        """Forget a conversation, its file too."""
-        self._remove(conversation)
+        """Forget a conversation, its file too. If that fails, it stays and can be erased again."""
         self.delete_file(conversation)
+        self._remove(conversation)
 
     def drop(self, conversation: Conversation) -> None:
         """Forget a conversation for want of room."""

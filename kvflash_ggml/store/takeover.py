@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -230,6 +231,16 @@ class SharedSwapStore(SwapStore):
             if head.size / shared.rate > max(LEAST_S, reading):
                 shared.rate *= TRY_AGAIN
                 return _Found(gone)
+        free = shutil.disk_usage(self._scratch.path).free
+        if head.size > free:
+            refused.add(head.name)
+            logger.warning(
+                "%s of the store is left there: it is larger than the free %d MiB of %s",
+                head.name,
+                free >> 20,
+                self._scratch.path,
+            )
+            return _Found(gone)
         path = self._new_path()
         try:
             shared.fetch(head, path)
@@ -336,13 +347,14 @@ class SharedSwapStore(SwapStore):
         self._finish(conversation)
         self._unqueue(conversation)  # if that write has failed
         head = conversation.head
-        if head is not None:
-            try:
+        try:
+            self._shared.undo()
+            if head is not None:
                 self._shared.erase(head.begin, head.id)
-            except OSError as err:
-                self._failed(WRITE, err)
-                raise KVFlashError(f"{conversation.id} could not be erased from the store: {err}") from err
-            conversation.head = None
+        except OSError as err:
+            self._failed(WRITE, err)
+            raise KVFlashError(f"{conversation.id} could not be erased from the store: {err}") from err
+        conversation.head = None
 
     def _forget_erased(self, tokens: Int32s, salt: str, gone: Collection[str]) -> None:
         """Drop texts like `tokens` that a client has erased from the store."""

@@ -359,23 +359,6 @@ def test_what_is_created_too_late_is_deleted() -> None:
     assert TimedObjects(objects, name="/mnt/texts", limit_s=60).create("mine", b"1")
 
 
-def test_what_came_too_late_and_cannot_be_deleted_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    goes_on = threading.Event()
-
-    def before(what: str, name: str) -> None:
-        assert goes_on.wait(60)
-        if what == "delete":
-            raise OSError("no route to host")
-
-    timed = TimedObjects(MemoryObjects(before), name="/mnt/texts", limit_s=0.01)
-    with pytest.raises(TimeoutError):
-        timed.create("a", b"1")
-    (thread,) = timed._hanging
-    goes_on.set()
-    thread.join(60)
-    assert "/mnt/texts: a was written too late, and could not be deleted: no route to host" in caplog.text
-
-
 def test_a_folder_knows_what_it_has_created_itself(tmp_path: Path) -> None:
     objects = FolderObjects(tmp_path)
     assert objects.create("a/b", b"one")

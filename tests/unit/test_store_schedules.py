@@ -130,9 +130,14 @@ class Unreliable(MemoryObjects):
 
     def create(self, name: str, data: bytes) -> bool:
         if not self.calm and self._event() == "late":
-            self.late.append(lambda: self.create_now(name, data))
+            self.late.append(lambda: self._created_late(name, data))
             raise OSError("timed out")
         return super().create(name, data)
+
+    def _created_late(self, name: str, data: bytes) -> None:
+        """Create it, and perhaps delete it later, as `TimedObjects` does."""
+        if self.create_now(name, data) and self.draw.random() < 0.5:
+            self.late.append(lambda: self.all.pop(name, None))
 
     def delete(self, name: str) -> None:
         self.lost |= "/blocks/" in name
@@ -169,7 +174,7 @@ class Fleet:
         self.draw = random.Random(seed)
         self.actors = Actors(self.draw)
         self.objects = Unreliable(self.actors)
-        self.texts = SharedTexts(Of(self.objects))
+        self.texts = [SharedTexts(Of(self.objects)) for _ in range(4)]  # of each server, and of who looks at the end
         self.folder = folder
         self.done: list[Head] = []
         self.marks = iter(range(1000, 10**6))
@@ -178,6 +183,7 @@ class Fleet:
     def serve(self, number: int) -> None:
         """Take over what counts and go on with it, or go on with what this server has."""
         base: Head | None = None
+        texts = self.texts[number]
         for _ in range(TURNS):
             try:
                 if base is None or self.draw.random() < 0.5:
@@ -187,8 +193,8 @@ class Fleet:
                 path.write_bytes(text.tobytes())
                 id = new_id() if base is None else base.id
                 draft = Draft(id=id, salt="", prompt=1, places=None, tokens=text, base=base)
-                with self.texts.announced(draft):
-                    base = self.texts.publish(draft, path)
+                with texts.announced(draft):
+                    base = texts.publish(draft, path)
                 self.done.append(base)
             except Killed:
                 base = None
@@ -196,10 +202,10 @@ class Fleet:
                 pass
 
     def take_over(self, number: int) -> Head | None:
-        found = sorted(self.texts.latest(BEGIN).items())
+        found = sorted(self.texts[number].latest(BEGIN).items())
         if not found:
             return None
-        head = self.texts.read(BEGIN, *self.draw.choice(found))
+        head = self.texts[number].read(BEGIN, *self.draw.choice(found))
         try:
             self.check(head, self.folder / f"{number}")
         except SnapshotError:
@@ -209,7 +215,7 @@ class Fleet:
         return head
 
     def check(self, head: Head, path: Path) -> None:
-        self.texts.fetch(head, path)
+        self.texts[-1].fetch(head, path)
         assert path.read_bytes() == head.tokens.tobytes(), "a mixed text"
 
     def prune(self) -> None:
@@ -226,15 +232,15 @@ class Fleet:
         self.objects.calm = True
         for write in self.objects.late:
             write()
-        latest = self.texts.latest(BEGIN)
+        latest = self.texts[-1].latest(BEGIN)
         for id, number in latest.items():
             try:
-                self.check(self.texts.read(BEGIN, id, number), self.folder / "end")
+                self.check(self.texts[-1].read(BEGIN, id, number), self.folder / "end")
             except SnapshotError:
                 assert self.objects.lost, "only a lost block may be missed"
         for head in self.done:
             assert latest[head.id] >= head.number, "a state was lost"
-            now = self.texts.read(head.begin, head.id, latest[head.id])
+            now = self.texts[-1].read(head.begin, head.id, latest[head.id])
             assert np.array_equal(now.tokens[: len(head.tokens)], head.tokens), "two texts were mixed"
 
 

@@ -1,0 +1,201 @@
+"""A store that servers share, and that somebody has damaged, or that fails at the worst moment."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from support.fake_objects import MemoryObjects
+
+from kvflash_ggml.cli.main import main
+from kvflash_ggml.errors import KVFlashError, SnapshotError
+from kvflash_ggml.store.objects import MAX_OBJECT, FolderObjects, TimedObjects
+from kvflash_ggml.store.shared import Draft, Head, SharedTexts, begin_of
+from kvflash_ggml.store.swapped import Conversation
+from kvflash_ggml.store.takeover import SharedSwapStore
+
+MODEL = "0123456789abcdef" * 2
+TEXT = np.arange(600, dtype=np.int32) % 90 + 33
+ID = "c-0123456789abcdef"
+
+
+def publish(texts: SharedTexts, path: Path, tokens: Any, base: Head | None = None) -> Head:
+    path.write_bytes(np.asarray(tokens, np.int32).tobytes())
+    draft = Draft(id=ID, salt="", prompt=1, places=None, tokens=np.asarray(tokens, np.int32), base=base)
+    return texts.publish(draft, path)
+
+
+class Away:
+    """Fails the first operation of a kind that comes after `armed`."""
+
+    def __init__(self, what: str, armed: str) -> None:
+        self.what, self.armed = what, armed
+        self.on = self.ended = False
+
+    def __call__(self, what: str, name: str) -> None:
+        if self.on and what == self.what and not self.ended:
+            self.ended = True
+            raise OSError("no route to host")
+        self.on |= what == self.armed
+
+
+class Parked:
+    places = None
+    tokens = TEXT
+
+    def parts(self) -> Any:
+        return iter(())
+
+    def release(self) -> None:
+        pass
+
+
+def store_of(objects: MemoryObjects, **settings: Any) -> SharedSwapStore:
+    return SharedSwapStore(
+        SharedTexts(objects), capacity=1 << 30, at_hand=list, read=lambda path: Parked(),
+        write=lambda swapped, path: path.write_bytes(swapped.tokens.tobytes()),
+        **{"wake": lambda: None, **settings},
+    )  # fmt: skip
+
+
+def test_a_state_whose_writing_failed_is_erased_too() -> None:
+    """The head was created, and what came after it failed. Nobody else may find the text once it is erased."""
+    objects = MemoryObjects(Away("list", armed="create"))
+    store = store_of(objects)
+    one = Conversation(tokens=TEXT)
+    store.put(one, Parked(), 0.0)
+    assert not store.store(one)
+    assert [name for name in objects.all if name.startswith("heads/")], "it is there, though the server does not know"
+    store.erase(one)
+    assert [name for name in objects.all if name.startswith("heads/")] == []
+    store.close()
+
+
+def test_a_name_that_others_may_have_seen_is_not_used_again(tmp_path: Path) -> None:
+    """Another server may go on from what was there for a moment, and would replace what is written now."""
+    objects = MemoryObjects(Away("list", armed="create"))
+    texts = SharedTexts(objects)
+    with pytest.raises(OSError, match="no route"):
+        publish(texts, tmp_path / "out", TEXT)
+    (name,) = [name for name in objects.all if name.startswith("heads/")]
+    seen = SharedTexts(objects).read(begin_of(TEXT, ""), ID, 1)
+    objects.delete(name)  # as a store does that answers after its time limit
+    mine = publish(texts, tmp_path / "out", [*TEXT, 1])
+    theirs = publish(SharedTexts(objects), tmp_path / "out", [*TEXT, 2], base=seen)
+    assert set(SharedTexts(objects).latest(mine.begin)) == {mine.id, theirs.id}
+    assert mine.id != theirs.id
+
+
+def test_a_write_that_is_repeated_keeps_its_name(tmp_path: Path) -> None:
+    objects = MemoryObjects(Away("list", armed="create"))
+    objects.create_now = lambda name, data: objects.all.setdefault(name, (data, 0.0))[0] == data  # type: ignore[method-assign]
+    texts = SharedTexts(objects)
+    with pytest.raises(OSError, match="no route"):
+        publish(texts, tmp_path / "out", TEXT)
+    assert publish(texts, tmp_path / "out", TEXT).id == ID
+
+
+def test_an_erase_that_failed_can_be_repeated() -> None:
+    objects = MemoryObjects()
+    store = store_of(objects)
+    one = Conversation(tokens=TEXT)
+    store.put(one, Parked(), 0.0)
+    assert store.store(one)
+    objects.before = Away("list", armed="list")
+    objects.before.on = True
+    with pytest.raises(KVFlashError, match="could not be erased"):
+        store.erase(one)
+    assert one in store, "else nobody could name it again"
+    store.erase(one)
+    assert one not in store
+    assert [name for name in objects.all if name.startswith("heads/")] == []
+    store.close()
+
+
+def test_what_is_created_too_late_is_deleted_when_the_store_works_again(caplog: pytest.LogCaptureFixture) -> None:
+    goes_on, tries = threading.Event(), list[str]()
+
+    def before(what: str, name: str) -> None:
+        assert goes_on.wait(60)
+        if what == "delete":
+            tries.append(name)
+            if len(tries) < 3:
+                raise OSError("no route to host")
+
+    objects = MemoryObjects(before)
+    timed = TimedObjects(objects, name="/mnt/texts", limit_s=0.01, rest_s=0.01)
+    with pytest.raises(TimeoutError):
+        timed.create("a", b"1")
+    (thread,) = timed._hanging
+    goes_on.set()
+    thread.join(60)
+    assert (tries, objects.all) == (["a"] * 3, {})
+    assert [line for line in caplog.messages if "a was written too late" in line] == [caplog.messages[0]]
+
+
+def test_a_folder_that_cannot_be_read_is_not_empty(tmp_path: Path) -> None:
+    """A server would take the texts that it misses for erased ones, and forget them."""
+    objects = FolderObjects(tmp_path)
+    assert objects.list("heads/a") == []
+    (tmp_path / "heads").touch()
+    with pytest.raises(NotADirectoryError):
+        objects.list("heads/a")
+
+
+def test_an_object_of_any_size_costs_little_memory(tmp_path: Path) -> None:
+    texts = SharedTexts(FolderObjects(tmp_path / "store"))
+    head = publish(texts, tmp_path / "out", TEXT)
+    os.truncate(tmp_path / "store" / head.name, 1 << 42)
+    os.truncate(tmp_path / "store" / "blocks" / head.blocks[0], 1 << 42)
+    assert len(FolderObjects(tmp_path / "store").get(head.name)) == MAX_OBJECT + 1
+    with pytest.raises(SnapshotError, match="does not match its checksum"):
+        texts.read(head.begin, head.id, head.number)
+    with pytest.raises(SnapshotError, match="is damaged"):
+        texts.fetch(head, tmp_path / "in")
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to(path.parent / "nothing")
+
+
+@pytest.mark.parametrize("make", [dangling, os.mkfifo])
+def test_links_and_pipes_are_no_objects(make: Callable[[Path], None], tmp_path: Path) -> None:
+    """Of a link to nothing the survey would try for ever, and a pipe would let it wait."""
+    texts = SharedTexts(FolderObjects(tmp_path / "store" / MODEL))
+    head = publish(texts, tmp_path / "out", TEXT)
+    folder = (tmp_path / "store" / MODEL / head.name).parent
+    make(folder / f"{ID.replace('0', 'f')}~00000001")
+    (block,) = (tmp_path / "store" / MODEL / "blocks").iterdir()
+    block.unlink()
+    make(block)
+    assert texts.latest(head.begin) == {ID: 1}
+    with pytest.raises(SnapshotError, match="has gone from the store"):
+        texts.fetch(head, tmp_path / "in")
+    result = CliRunner().invoke(main, ["store", "ls", "--json", str(tmp_path / "store")])
+    assert ID in result.stdout
+
+
+def test_a_text_larger_than_the_disk_is_not_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk would stop other transfers, and this one would fill it again at each turn. The store keeps it."""
+    objects, ended = MemoryObjects(), threading.Event()
+    head = publish(SharedTexts(objects), tmp_path / "out", TEXT)
+    store = store_of(objects, wake=ended.set)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=head.size - 1))
+    for searches in (1, 2):
+        ended.clear()
+        assert store.search(np.append(TEXT, np.int32(1)), salt="", known=0)
+        assert ended.wait(60)
+        assert store.collect()
+        assert (searches, store.counts.taken, len(store)) == (searches, 0, 0)
+    assert [line for line in caplog.messages if "it is larger than the free" in line] == [caplog.messages[0]]
+    assert head.name in objects.all
+    store.close()
