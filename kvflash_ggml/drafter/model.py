@@ -15,7 +15,7 @@ import numpy as np
 from llama_cpp import _internals as internals
 
 from ..arrays import Floats, Int32s
-from ..errors import ConfigError, SnapshotError, UnsupportedModelError
+from ..errors import ConfigError, DecodeError, SnapshotError, UnsupportedModelError
 from ..gguf import reader
 from ..native import measure
 from ..policy.crosstok import TextReader, token_scores
@@ -183,14 +183,20 @@ class SmallModel:
         masses = self._keys.score_keys(chunks, request)
         scores = softmax_max(masses)
         boost_successors(self._keys, request, every_head(self._keys.shapes), masses, chunks, scores)
-        return scores
+        return _finite(scores)
 
     def score_tokens(self) -> Floats:
         request = self._side.request(QUERY_ROWS)
-        return token_scores(self._keys, request) if request.n_chunks else np.empty(0, np.float32)
+        return _finite(token_scores(self._keys, request)) if request.n_chunks else np.empty(0, np.float32)
 
     def close(self) -> None:
         self._stack.close()
+
+
+def _finite(scores: Floats) -> Floats:
+    if not np.isfinite(scores).all():
+        raise DecodeError("its attention is not finite")
+    return scores
 
 
 def same_vocabulary(target: Any, drafter: Any, *, apart: int = 0) -> bool:
@@ -199,7 +205,10 @@ def same_vocabulary(target: Any, drafter: Any, *, apart: int = 0) -> bool:
     apart: how many of the target's last tokens the drafter may not know.
     """
     count, known = llama_cpp.llama_vocab_n_tokens(target), llama_cpp.llama_vocab_n_tokens(drafter)
-    if llama_cpp.llama_vocab_type(target) != llama_cpp.llama_vocab_type(drafter) or count > known + apart:
+    kind = llama_cpp.llama_vocab_type(target)
+    if kind != llama_cpp.llama_vocab_type(drafter) or count > known + apart:
+        return False
+    if kind == llama_cpp.LLAMA_VOCAB_TYPE_NONE:  # no token has a text, and llama.cpp would end the process
         return False
     text = llama_cpp.llama_vocab_get_text
     return all(text(target, token) == text(drafter, token) for token in range(min(count, known)))
@@ -217,7 +226,10 @@ def _text_reader(drafter: SmallModel, target: Any) -> TextReader:
         return piece(model, token)
 
     def encode(text: bytes) -> list[int]:
-        return list(model.tokenize(text, add_bos=False, special=False))
+        tokens = list(model.tokenize(text, add_bos=False, special=False))
+        if min(tokens, default=0) < 0:
+            raise ValueError("its tokenizer has no token for a part of the text")
+        return tokens
 
     opening = [model.token_bos()] if model.add_bos_token() else []
     return TextReader(drafter, decode=decode, encode=encode, spell=spell, opening=opening)

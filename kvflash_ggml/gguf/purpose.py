@@ -31,20 +31,36 @@ class Part:
 
 
 def check_model(path: Path, *, vocab_only: bool = False) -> None:
-    """Raise ConfigError if llama.cpp cannot open `path` as a model, and would end the process or say nothing helpful.
+    """Raise an error if llama.cpp cannot open `path` as a model, and would end the process or say nothing helpful.
 
-    vocab_only: only the vocabulary is opened, which every file may have. A path that does not exist, and a head that
-    cannot be read, are left to llama.cpp.
+    ConfigError for a part of a model, ConversionError for numbers that cannot be. vocab_only: only the vocabulary is
+    opened, which every file may have. A path that does not exist, and a head that cannot be read, are left to
+    llama.cpp.
     """
     reader.check(path)
     if vocab_only or not path.exists():
         return
     try:
-        found = part(reader.read(path))
+        file = reader.read(path)
+        found = part(file)
     except (ConversionError, OSError):
         return
     if found is not None:
         raise ConfigError(f"{path} is {found.what}, which cannot be opened as a model. {found.use}")
+    check_numbers(file)
+
+
+def check_numbers(file: GGUF) -> None:
+    """Raise ConversionError for the epsilon of a norm for which llama.cpp would end the process in the first step."""
+    for name, field in file.fields.items():
+        if name.endswith("_epsilon") and isinstance(field.value, float) and not field.value >= 0:
+            raise ConversionError(
+                file.name,
+                name,
+                found=field.value,
+                wanted="0 or more",
+                remedy="Fetch the file again, or convert it anew.",
+            )
 
 
 def check_projector(path: Path) -> None:
@@ -69,11 +85,25 @@ def check_reader(path: Path) -> None:
             f"kvflash_drafter (--kvflash-drafter) {path} is {found.what}; the policy 'drafter' needs a small model "
             f"that reads a text by itself. {found.use}"
         )
-    if "tokenizer.ggml.tokens" not in file.fields:
+    check_numbers(file)
+    if lack := _vocabulary_lacks(file):
         raise ConfigError(
-            f"kvflash_drafter (--kvflash-drafter) {path} has no vocabulary; the policy 'drafter' needs a small model "
+            f"kvflash_drafter (--kvflash-drafter) {path} has no {lack}; the policy 'drafter' needs a small model "
             "that reads a text by itself. Convert it with its tokenizer."
         )
+
+
+def _vocabulary_lacks(file: GGUF) -> str:
+    """Return what llama.cpp would miss when it splits a text into tokens, which ends the process; "" for nothing."""
+    kind, field = file.get("tokenizer.ggml.model"), file.fields.get("tokenizer.ggml.tokens")
+    if kind == "no_vocab" or field is None or not field.is_array:
+        return "vocabulary"
+    if kind == "llama":  # text that is no token is spelled in bytes
+        tokens = frozenset(field.value)
+        for byte in range(256):
+            if f"<0x{byte:02X}>" not in tokens and (byte > 127 or chr(byte) not in tokens):
+                return f"token for the byte {byte} of a text"
+    return ""
 
 
 def reads_alone(path: Path) -> bool:

@@ -1,7 +1,7 @@
 """A drafter with another tokenizer: it gets the target's text as bytes, and its tokens' scores map back by position.
 
-Each target token decodes alone, so that the bytes of a chunk are known; special tokens decode to nothing. A drafter
-token belongs to the chunk that holds its middle byte.
+Each target token decodes alone, so that the bytes of a chunk are known; special tokens and rows of media are no text. A
+drafter token belongs to the chunk that holds its middle byte.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class TextReader:
         tokens = tokens[: len(bridge.ends)]
         ends = []
         for token in tokens.tolist():
-            text += self._decode(token)
+            text += self._spelled(token)
             ends.append(len(text))
         final = self._opening <= bridge.settled <= len(saved.text)
         if not final or ends != bridge.ends.tolist() or not self.window.load(saved):
@@ -106,13 +106,16 @@ class TextReader:
         del self._ends[same:]
         del self.text[self._ends[-1] if self._ends else 0 :]
         for token in tokens[same:].tolist():
-            self.text += self._decode(token)
+            self.text += self._spelled(token)
             self._ends.append(len(self.text))
         self._tokens = tokens.copy()
         retained = len(self.drafted_ends)
         while retained > self._opening and self.drafted_ends[retained - 1] > len(self.text):
             retained -= 1
         self._settled = min(self._settled, retained)
+
+    def _spelled(self, token: int) -> bytes:
+        return self._decode(token) if token >= 0 else b""  # llama.cpp ends the process for the number of a media row
 
     def _draft(self) -> None:
         """Encode the text that is not settled yet."""

@@ -172,7 +172,10 @@ class Window:
 
 
 class TokenReader:
-    """Follows the text with a drafter of the same tokenizer: chunks map one to one."""
+    """Follows the text with a drafter of the same tokenizer: chunks map one to one.
+
+    The drafter knows no media: token 0 takes the place of each of their rows.
+    """
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
@@ -181,7 +184,7 @@ class TokenReader:
     def read(self, tokens: Int32s) -> tuple[int, Floats] | None:
         if len(tokens) < MIN_TOKENS:
             return None
-        self.window.follow(tokens)
+        self.window.follow(np.maximum(tokens, 0))
         first = self.window.first // CHUNK
         return first, self._drafter.score_chunks()[first - self.window.base // CHUNK :]
 

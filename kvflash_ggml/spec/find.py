@@ -68,7 +68,9 @@ class _Search:
                 file.name, "the file", found=part.what, wanted=f"a drafter for {self._model.name}", remedy=part.use
             )
         found = kind_of(file)
-        if found != SIMPLE:
+        if found == SIMPLE:
+            purpose.check_numbers(file)
+        else:
             verify.check(file, self._target, rope_differs=True)
         return found
 

@@ -11,14 +11,15 @@ from typing import Any
 import llama_cpp
 import numpy as np
 import pytest
-from support.checkpoints import small_target
-from support.drafter_models import with_context, with_other_tokens
-from support.harness import CHUNK, MODELS, TEXT, check
+from support.checkpoints import rewritten, small_target
+from support.drafter_models import not_finite, with_context, with_other_tokens
+from support.harness import CHUNK, MODELS, TEXT, check, go_on
 from support.inside import inside
 
 from kvflash_bench.tasks import needle_task
 from kvflash_ggml.drafter import model as drafter
 from kvflash_ggml.errors import ConfigError, ConversionError
+from kvflash_ggml.gguf.reader import Field
 from kvflash_ggml.llama import fitting
 from kvflash_ggml.policy.crosstok import TextReader
 from kvflash_ggml.policy.drafter import QUERY_ROWS, TokenReader
@@ -204,7 +205,40 @@ def test_pieces_spell_the_text(target: Any, other_tokens: Path) -> None:
     reader.close()
 
 
+def test_a_vocabulary_without_tokens_is_nobodys(loaded: None, tmp_path: Path) -> None:
+    from kvflash_ggml.spec.context import DraftModel
+
+    def change(fields: dict[str, Field]) -> None:
+        for name in [name for name in fields if name.startswith("tokenizer.")]:
+            del fields[name]
+        fields["model"] = Field.of("tokenizer.ggml.model", "no_vocab")
+        fields["size"] = Field.of("qwen3.vocab_size", 4096)
+
+    model = DraftModel(rewritten(SMALL, tmp_path / "numbers.gguf", change), offload=False)
+    vocab = llama_cpp.llama_model_get_vocab(model.address)
+    assert not drafter.same_vocabulary(vocab, vocab)
+    model.close()
+
+
 # --- finding and failing
+
+
+def test_a_drafter_that_cannot_serve_is_reported(llama: Any, tokens: Any, tmp_path: Path, caplog: Any) -> None:
+    def speechless(fields: dict[str, Field]) -> None:
+        fields["tokenizer.ggml.model"] = Field.of("tokenizer.ggml.model", "rwkv")
+
+    for path, why in (
+        (
+            rewritten(SMALL, tmp_path / "speechless.gguf", speechless),
+            "ValueError: its tokenizer has no token for a part",
+        ),
+        (not_finite(SMALL, tmp_path / "nan.gguf"), "DecodeError: its attention is not finite"),
+    ):
+        llm = llama(**POOLED, kvflash_drafter=path)
+        llm.eval(tokens[:900].tolist())
+        go_on(llm, 8)
+        assert f"{path} cannot be used ({why}" in caplog.text
+        assert reader_of(llm) is None
 
 
 def test_where_a_drafter_is_looked_for(tmp_path: Path) -> None:

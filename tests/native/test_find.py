@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support import checkpoints
-from support.checkpoints import HIDDEN, VOCAB, small_checkpoint, small_target, target_fields, write_gguf
+from support.checkpoints import HIDDEN, VOCAB, rewritten, small_checkpoint, small_target, target_fields, write_gguf
+from support.harness import MODELS
 
 from kvflash_ggml.convert import draft
 from kvflash_ggml.errors import ConfigError, ConversionError
@@ -177,6 +178,13 @@ def _behind(target: Path) -> Path:
     return eagle3(target, "e.gguf", target_layers=[1, 2, 9])
 
 
+def _endless(target: Path) -> Path:
+    name = "qwen3.attention.layer_norm_rms_epsilon"
+    return rewritten(
+        MODELS / "scorer-qwen3-q8_0.gguf", target.parent / "e.gguf", lambda f: f.update({name: Field.of(name, -1.0)})
+    )
+
+
 def _assistant(target: Path) -> Path:
     return small_target(target.parent / "e.gguf", architecture="gemma4-assistant")
 
@@ -189,6 +197,7 @@ def _assistant(target: Path) -> Path:
         (_narrow, r"eagle3.attention.value_length is 8; wanted: 16"),
         (_no_number, "RMS norm epsilon is nan"),
         (_behind, r"target layers is \[1, 2, 9\]"),
+        (_endless, "layer_norm_rms_epsilon is -1.0; wanted: 0 or more"),
         (_assistant, "gemma4-assistant; wanted: a drafter with a memory of its own"),
     ],
 )
@@ -198,7 +207,7 @@ def test_a_file_that_does_not_fit(target: Path, make: Callable[[Path], Path], wh
     with pytest.raises(ConversionError, match=why):
         find(target, draft=path)
     assert find(target) == [("ngram", None)]
-    if make is not _assistant:
+    if make not in {_assistant, _endless}:
         with pytest.raises(ConversionError, match=why):
             find(target, "draft-eagle3")
 

@@ -37,6 +37,14 @@ def with_context(source: Path, target: Path, n_ctx: int) -> Path:
     return _write(gguf.GGUFReader(source), target, {"qwen3.context_length": n_ctx}, lambda t: t.data)
 
 
+def not_finite(source: Path, target: Path) -> Path:
+    """The same model, which computes NaN."""
+    reader = gguf.GGUFReader(source)
+    return _write(
+        reader, target, {}, lambda t: t.data * np.float32("nan") if t.name == "blk.1.attn_norm.weight" else t.data
+    )
+
+
 def with_head(source: Path, head: Path, target: Path) -> Path:
     """The model of `source` with the MTP head of `head` as its last layer: one file that drafts for itself."""
     model, last = gguf.GGUFReader(source), gguf.GGUFReader(head)

@@ -33,6 +33,7 @@ class Bytes:
     DATA = (TEXT * 3).encode()
 
     def decode(self, token: int) -> bytes:
+        assert token >= 0
         if token == SPECIAL:
             return b""
         size, at = divmod(token, 256)
@@ -125,6 +126,20 @@ def test_a_growing_and_cut_text_keeps_its_bytes(edits: list[tuple[int, list[int]
         if found is not None:
             assert drafter.text == bridge.drafted
             np.testing.assert_array_equal(found[1], brute_force(target, bridge.drafted, drafter.score_tokens()))
+
+
+def test_rows_of_media_are_no_text() -> None:
+    """llama.cpp ends the process that asks it for their text."""
+    drafter = FakeDrafter(score=hashed)
+    bridge = reader(drafter)
+    text = np.tile(np.arange(0, 60, 3, np.int32) + 256 * 3, 10)
+    with_image = np.concatenate([text, np.full(200, -7, np.int32), text])
+    found = bridge.read(with_image)
+    assert bytes(bridge.text) == b"".join(Bytes().decode(token) for token in [*text.tolist(), *text.tolist()])
+    assert found is not None
+    assert np.isnan(found[1]).tolist() == [
+        CHUNK * chunk in range(200, 337) for chunk in range(len(with_image) // CHUNK)
+    ]
 
 
 def test_only_what_is_new_goes_through_the_drafter() -> None:

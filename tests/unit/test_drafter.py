@@ -80,6 +80,15 @@ def test_chunks_map_one_to_one_and_only_new_tokens_are_pushed() -> None:
     assert drafter.pushes == [70, 230, 1, 399]
 
 
+def test_token_0_takes_the_place_of_a_row_of_media() -> None:
+    drafter = FakeDrafter()
+    tokens = text(300) + 1
+    tokens[100:200] = -5
+    scores = opened(Loads(drafter)).score(look(tokens))
+    np.testing.assert_array_equal(scores, best(np.maximum(tokens, 0)))  # type: ignore[arg-type]
+    assert drafter.text == np.maximum(tokens, 0).tolist()
+
+
 def test_the_same_text_again_pushes_nothing() -> None:
     drafter = FakeDrafter()
     scorer = opened(Loads(drafter))

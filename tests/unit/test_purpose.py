@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,39 @@ def test_the_first_part_of_a_model_may_have_no_weights(tmp_path: Path) -> None:
 def test_a_model_without_a_vocabulary_reads_no_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no vocabulary"):
         purpose.check_reader(made(tmp_path / "model.gguf", general__architecture="llama"))
+
+
+@pytest.mark.parametrize("value", [-1e-6, float("nan"), float("-inf")])
+def test_an_epsilon_that_ends_the_process_is_refused(tmp_path: Path, value: float) -> None:
+    def change(fields: dict[str, Field]) -> None:
+        fields[name] = Field.of(name, value)
+
+    name = "qwen3.attention.layer_norm_rms_epsilon"
+    path = rewritten(MODELS / "scorer-qwen3-q8_0.gguf", tmp_path / "model.gguf", change)
+    for refuses in (purpose.check_model, purpose.check_reader):
+        with pytest.raises(ConversionError, match=rf"model.gguf: {name} is .*wanted: 0 or more"):
+            refuses(path)
+
+
+SPELLED = {
+    "without a kind": ("no_vocab", lambda tokens: tokens, "vocabulary"),
+    "of words alone": ("llama", lambda tokens: ["<unk>", "the", "a"], "token for the byte 0 of a text"),
+    "without a byte": ("llama", lambda tokens: tokens[:255], "token for the byte 255 of a text"),
+    "of bytes": ("llama", lambda tokens: tokens, ""),
+    "of bytes as they are": ("llama", lambda tokens: [chr(n) for n in range(128)] + tokens[128:], ""),
+}
+
+
+@pytest.mark.parametrize("what", SPELLED)
+def test_a_vocabulary_spells_every_text(tmp_path: Path, what: str) -> None:
+    """llama.cpp ends the process where it misses a token."""
+    kind, choose, lack = SPELLED[what]
+    texts = [token.encode() for token in choose([f"<0x{byte:02X}>" for byte in range(256)])]
+    raw = struct.pack("<IQ", 8, len(texts)) + b"".join(struct.pack("<Q", len(text)) + text for text in texts)
+    head = Field.of("general.architecture", "llama"), Field.of("tokenizer.ggml.model", kind)
+    path = write_gguf(tmp_path / "model.gguf", [*head, Field("tokenizer.ggml.tokens", 9, raw)], WEIGHT)
+    with pytest.raises(ConfigError, match=f"has no {lack};") if lack else nullcontext():
+        purpose.check_reader(path)
 
 
 @pytest.mark.parametrize("value", [7, 1.5, True, [1, 2], ""])
