@@ -91,9 +91,9 @@ def test_a_library_in_a_program(package: str, program: str, pool: str, question:
     assert f"kvflash: pool {pool} tokens" in done.stderr
 
 
-def test_langchain_as_the_examples_say(question: str, tmp_path: Path) -> None:
+def test_langchain_as_its_page_says(question: str, tmp_path: Path) -> None:
     needs("langchain-community")
-    page = (REPO / "docs/examples.md").read_text(encoding="utf-8")
+    page = (REPO / "docs/clients.md").read_text(encoding="utf-8")
     (example,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "langchain" in block)
     (tmp_path / "model.gguf").symlink_to(MODEL)
     (tmp_path / "book.txt").write_text(question.rpartition("\n")[0], encoding="utf-8")
