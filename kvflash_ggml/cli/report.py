@@ -267,4 +267,4 @@ def tell(
 
 def row(name: str, text: str) -> None:
     """Print a row below the name of a file."""
-    click.echo(f"  {name:{_WIDTH}}{text}")
+    click.echo(f"  {name:{_WIDTH - 1}} {text}")

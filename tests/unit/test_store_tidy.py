@@ -67,7 +67,7 @@ def test_ls(store: Store) -> None:
     assert (told[other.id]["tokens"], told[other.id]["bytes"], told[other.id]["made"]) == (100, 400, "CPU")
     said = store.run("ls").stdout
     assert f"{MODEL}, 2 conversations" in said
-    assert "601 tokens" in said
+    assert f"{base.id} 601 tokens" in said
 
 
 def test_verify(store: Store) -> None:
