@@ -1,4 +1,4 @@
-"""The configuration of a DFlash checkpoint: what its config.json has to say, and must not leave out."""
+"""Reads the config.json of a DFlash checkpoint. It guesses no value that belongs to the training."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-"""Hugging Face's names of weights and llama.cpp's; those of a layer without its number."""
+"""Weights by Hugging Face's name and llama.cpp's. Weights of a layer stand without its number."""
 
 UPSTREAM = "Give --target-model-dir, the target's Hugging Face folder, and llama.cpp's own converter takes it."
 _DAMAGED = "It is part of the training and cannot be guessed: fetch the whole checkpoint, config.json included."
 
 
 def read(folder: Path) -> Drafter:
-    """The drafter that a folder's configuration describes. ConversionError if it is none, or does not say enough."""
+    """Read the drafter that a folder's configuration describes. ConversionError if a value is missing or unknown."""
     path = folder / CONFIG
     if not path.is_file():
         raise ConversionError(folder.name, CONFIG, found="not there", wanted="the checkpoint's own", remedy=_DAMAGED)
@@ -76,9 +76,9 @@ def read(folder: Path) -> Drafter:
 
 
 def check_others(folder: Path) -> None:
-    """ConversionError for a drafter of blocks that leaves out what llama.cpp's converter would guess.
+    """Raise ConversionError if a DFlash2 or DSpark drafter names no block size or RoPE base.
 
-    It would take blocks of 16, and transformers' usual RoPE base.
+    llama.cpp's converter would guess blocks of 16, and transformers' usual RoPE base.
     """
     config = read_json(folder / CONFIG, what=CONFIG)
     names = config.get("architectures")
@@ -93,7 +93,7 @@ def check_others(folder: Path) -> None:
 
 
 def eagle3_layers(folder: Path) -> list[object] | None:
-    """The target's layers that the configuration of an EAGLE3 drafter names, wherever it does."""
+    """Return the target layers that an EAGLE3 drafter's configuration names at any place; None if it names none."""
     config = read_json(folder / CONFIG, what=CONFIG)
     places = [config, *(place for place in config.values() if isinstance(place, dict))]
     named = (place.get("eagle_aux_hidden_state_layer_ids") for place in places)
@@ -101,7 +101,7 @@ def eagle3_layers(folder: Path) -> list[object] | None:
 
 
 def named(sources: Iterable[Source]) -> dict[str, Source]:
-    """Tensors by llama.cpp's name. ConversionError for one that has none, or for two with the same."""
+    """Return tensors by llama.cpp's name. ConversionError for a tensor without one, or two with the same."""
     found: dict[str, Source] = {}
     for source in sources:
         name = _name(source.name)
@@ -133,7 +133,7 @@ def _name(name: str) -> str | None:
 
 
 def _refuse_other_kinds(config: _Config, folder: Path) -> None:
-    """What only llama.cpp's own converter knows."""
+    """Raise ConversionError for kinds of drafters that only llama.cpp's own converter knows."""
     names = config.top.get("architectures")
     if names != [PLAIN]:
         raise config.refusal("architectures", names, f"[{PLAIN!r}]", UPSTREAM)
@@ -156,7 +156,7 @@ def _refuse_other_kinds(config: _Config, folder: Path) -> None:
 
 
 class _Config:
-    """A configuration whose values are checked before they are believed. `dflash_config` goes before the top level."""
+    """A configuration that checks its values. A value in `dflash_config` takes precedence over the top level."""
 
     def __init__(self, path: Path, top: Mapping[str, Any]) -> None:
         self._where = path.resolve().parent.name
@@ -191,7 +191,7 @@ class _Config:
         return value
 
     def rope(self, head_dim: int) -> tuple[float, int]:
-        """RoPE's base, and the dimensions that turn. Newer configurations nest the base; neither place is a default."""
+        """Return RoPE's base and the dimensions that it turns. Newer configurations nest the base. No default."""
         nested = self.top.get("rope_parameters") or self.top.get("rope_scaling") or {}
         if not isinstance(nested, dict):
             raise self.refusal("rope_parameters", nested, "an object", _DAMAGED)
@@ -205,7 +205,7 @@ class _Config:
         return self._float("rope_theta", both.get("rope_theta")), int(head_dim * part)
 
     def target_layers(self) -> tuple[int, ...]:
-        """What Hugging Face counts as a layer's output is what llama.cpp counts as the next one's input."""
+        """Return the layers whose inputs the drafter reads. Hugging Face counts outputs: one less."""
         ids = self.find("target_layer_ids")
         if not isinstance(ids, list) or not all(type(x) is int for x in ids) or min(ids, default=0) < 0:
             found = "not there" if ids is None else ids
@@ -213,7 +213,7 @@ class _Config:
         return tuple(x + 1 for x in ids)
 
     def window(self, layers: int) -> tuple[int | None, tuple[bool, ...]]:
-        """The sliding window, and which layers have one; None and nothing if none has."""
+        """Return the sliding window in tokens, and for each layer whether it has one; (None, ()) if none has."""
         if not self.truth("use_sliding_window") or self.find("sliding_window") is None:
             return None, ()
         kinds = self.find("layer_types")

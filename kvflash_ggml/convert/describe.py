@@ -26,12 +26,12 @@ _DRAFTS = ("block_size", "target_layers", "target_hidden_size", "norm_before_res
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What is known of a file; None for what it does not say.
+    """Facts of a file; None for a fact that the file does not name.
 
-    layers: of the model, without those that predict further tokens (nextn). attention: those with a KV cache. pooled:
-    those whose cache grows with the text; None where only llama.cpp knows which ones slide. token_bytes: of an f16
-    cache, for one token in the pooled layers. heads: retrieval heads found by a calibration, (layer, head); empty where
-    one came to nothing. drafter: what a draft says of its target and its blocks.
+    types: tensors by type. layers: without MTP heads, which `nextn` counts. attention: layers with a KV cache. pooled:
+    layers whose cache grows with the text; None where only llama.cpp knows which layers slide. token_bytes: bytes of a
+    token in the pooled layers, as f16. heads: (layer, head) pairs of a calibration, empty if it found none. drafter: a
+    drafter's keys about its target and its blocks.
     """
 
     path: str
@@ -55,7 +55,7 @@ class Description:
 
 
 def describe(path: Path) -> Description:
-    """ConversionError if the file is no sound GGUF."""
+    """Describe a file. ConversionError if it is no sound GGUF file."""
     file = reader.read(path)
     tensors = all_tensors(file)
     nextn = _whole(file.own("nextn_predict_layers")) or 0
@@ -87,7 +87,7 @@ def describe(path: Path) -> Description:
 
 
 def _attention(file: GGUF, tensors: list[Tensor]) -> list[int]:
-    """Layers with keys: a projection of their own, or one for queries, keys and values that no recurrence reads."""
+    """Return the layers with keys: a key projection, or a fused one in a layer without recurrent state."""
     names: dict[int, set[str]] = {}
     for tensor in tensors:
         if (match := _LAYER.fullmatch(tensor.name)) is not None:
@@ -135,7 +135,7 @@ def _heads(path: Path) -> list[tuple[int, int]] | None:
 
 
 def _drafter(file: GGUF) -> dict[str, Any] | None:
-    """Keys that only drafts have; of a head for further tokens in a file of its own, how many there are."""
+    """Return the keys that only drafters have; of an MTP head in its own file, how many heads there are."""
     keys = ("nextn_predict_layers",) if heads.alone(file) else _DRAFTS
     found = {key: value for key in keys if (value := file.own(key)) is not None}
     if found and (mask := file.get("tokenizer.ggml.mask_token_id")) is not None:
@@ -148,7 +148,7 @@ def _values(tensor: Tensor) -> int:
 
 
 def _whole(value: Any) -> int | None:
-    """A count; of an array its largest, as layers differ."""
+    """Return a count; the largest of an array, as layers differ."""
     if isinstance(value, list):
         value = max((x for x in value if type(x) is int), default=None)
     return value if type(value) is int and value >= 0 else None

@@ -24,10 +24,10 @@ FILE_TYPES = {
     "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18,
     "bf16": 32,
 }  # fmt: skip
-"""What llama.cpp calls a file after the type of most of its tensors."""
+"""llama.cpp's numbers of file types. The type of most tensors gives the name."""
 
 TYPES = ("f16", "bf16", "f32", "q8_0")
-"""What a checkpoint is written as."""
+"""Types that a checkpoint can be written as."""
 
 QUANTIZATION_VERSION = 2
 
@@ -44,10 +44,11 @@ def convert(
 ) -> Drafter:
     """Write the drafter in `folder` for the target `model` to `out`, as a whole or not at all.
 
-    kind: of TYPES, for matrices; norms stay F32. own_head: what becomes of embeddings and a head that the checkpoint
-    has: kept, or left to the target; None refuses to guess. rope_differs: see drafter.check_pair.
+    kind: one of TYPES, for matrices; norms are F32. own_head: True keeps embeddings and head of the checkpoint, False
+    leaves them out, and None is an error if it has them. rope_differs: accept another RoPE base than the target's.
+    progress: called with bytes written and bytes in all.
 
-    Raises ConversionError with what is wrong, what was wanted and what helps; ConfigError if `out` cannot be written.
+    Raises ConversionError if the drafter is not sound or does not fit, ConfigError if `out` cannot be written.
     """
     writer.check_output(out, model)
     if not folder.is_dir():
@@ -66,7 +67,7 @@ def convert(
 
 
 def fields(it: Drafter, aim: Target, *, kind: str) -> list[Field]:
-    """What llama.cpp is told of a drafter. The tokenizer is the target's, byte for byte."""
+    """Return the fields of a drafter's file. The tokenizer is the target's, byte for byte."""
     own: dict[str, bool | int | float | list[int] | list[bool]] = {
         "context_length": it.context or aim.context,  # llama.cpp loads no file without one
         "embedding_length": it.hidden,
@@ -103,7 +104,7 @@ def fields(it: Drafter, aim: Target, *, kind: str) -> list[Field]:
 
 
 def _chosen(it: Drafter, sources: dict[str, Source], *, own_head: bool | None) -> dict[str, Source]:
-    """The tensors to write, in llama.cpp's order."""
+    """Return the tensors to write, in llama.cpp's order."""
     head = drafter.own_head(it)
     if own_head is None and (there := sorted(head.keys() & sources.keys())):
         raise ConversionError(
@@ -128,7 +129,7 @@ def _planned(name: str, source: Source, kind: str) -> Planned:
 
 
 def fitting(kind: str, *, width: int) -> TensorType:
-    """The type, or F16 where a row is not whole blocks of it."""
+    """Return the type of this name, or F16 if a row of `width` values is not whole blocks of it."""
     chosen = types.BY_NAME[kind]
     return chosen if width % chosen.block == 0 else types.BY_NAME["f16"]
 

@@ -30,10 +30,10 @@ def migrate(
     rope_differs: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Write the file `source`, whose names are older, to `out` with llama.cpp's. Values stay as they are.
+    """Write `source`, a DFlash file with older names, to `out` with llama.cpp's names. Values do not change.
 
-    model: the target, which the result is checked beside, and whose tokenizer it gets if it has none. Raises
-    ConversionError if something that llama.cpp needs is not in the file, or the result does not pass `verify`.
+    model: the target, or None. With a target the result is checked against it, and gets its tokenizer if `source` has
+    none. Raises ConversionError if the file lacks what llama.cpp needs, or the result does not pass `verify`.
     """
     writer.check_output(out, source, model)
     file = reader.read(source)
@@ -102,7 +102,7 @@ def _tokenizer(file: GGUF, model: Path | None) -> list[Field]:
 
 
 def _old(file: GGUF, key: str) -> Any:
-    """A value of DFlash's own keys, which stood behind the architecture or by themselves."""
+    """Return a value of DFlash's older keys, which stood behind the architecture's name or alone."""
     return file.own(f"dflash.{key}", file.get(f"dflash.{key}"))
 
 

@@ -25,7 +25,7 @@ from .writer import Planned
 
 
 def encode_natively(rows: Floats, kind: TensorType) -> Bytes:
-    """Finite rows [n, width] as rows of bytes. LibraryError if the native library cannot be had."""
+    """Encode finite rows, [n, width], as rows of bytes. LibraryError if ggml must do it and is not there."""
     if kind.name in types.WITHOUT_LIBRARY:
         return types.encode(rows, kind)
     try:
@@ -47,7 +47,7 @@ def encode_natively(rows: Floats, kind: TensorType) -> Bytes:
 
 
 TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q5_1", "q5_0", "q4_1", "q4_0", "bf16", "f16")
-"""What a file can be quantised to. A mixture (_m) keeps values and ffn_down at six bits."""
+"""Types that a file can be quantised to. A mixture (_m) keeps attn_v and ffn_down at six bits."""
 
 _MIXTURES = {"q5_k_m": ("q5_k", "q6_k"), "q4_k_m": ("q4_k", "q6_k")}
 _BLOCK = re.compile(r"blk\.\d+\.(attn_(?:q|k|v|output)|ffn_(?:gate|up|down))(?:_exps|_shexp)?\.weight")
@@ -62,7 +62,7 @@ _SMALL = "q8_0"
 
 
 def needs_library(kind: str) -> bool:
-    """Does only ggml itself make this type?"""
+    """Report whether only ggml itself makes this type."""
     return any(name not in types.WITHOUT_LIBRARY for name in _MIXTURES.get(kind, (kind,)))
 
 
@@ -76,9 +76,11 @@ def quantize(
 ) -> None:
     """Write the drafter in `source`, of F32, F16 or BF16 tensors, to `out` in the type `kind` of TYPES.
 
-    A drafter is DFlash, EAGLE3, or a head for further tokens (MTP) without its model. encode: for types that ggml
-    itself has to make. Raises ConversionError if the source is no such file or lacks what a drafter needs; afterwards
-    every key but the file's type is compared with the source's.
+    The drafter is DFlash, EAGLE3, or an MTP head without its model. encode: `encode_natively` for types that ggml
+    itself makes. progress: called with bytes written and bytes in all.
+
+    Raises ConversionError if the source is another file or lacks a key that a drafter needs. At the end every key but
+    the file's type is compared with the source's.
     """
     writer.check_output(out, source)
     file = reader.read(source)
@@ -100,7 +102,7 @@ def quantize(
 
 
 def recoded(file: GGUF, tensor: Tensor, kind: TensorType, encode: Encoder) -> Iterator[Bytes]:
-    """A tensor's rows in another type. ConversionError for a value that it cannot hold."""
+    """Yield a tensor's rows in another type. ConversionError for a value that the type cannot hold."""
     for piece in file.pieces(tensor):
         if kind == tensor.kind:
             yield piece
@@ -128,7 +130,7 @@ def _planned(file: GGUF, tensor: Tensor, kind: str, encode: Encoder) -> Planned:
 
 
 def chosen(tensor: Tensor, kind: str) -> TensorType:
-    """What a tensor is stored as; a row that is no whole blocks of a type gets a larger one."""
+    """Return the type that a tensor gets. A row that is not whole blocks of it gets a larger type."""
     block = _BLOCK.fullmatch(tensor.name)
     steering = tensor.name in _STEERING or _NEXTN.fullmatch(tensor.name)
     if len(tensor.shape) < 2 or not (block or steering):
@@ -144,7 +146,7 @@ def chosen(tensor: Tensor, kind: str) -> TensorType:
 
 
 def fields(file: GGUF, kind: str) -> list[Field]:
-    """Those of the file, of another type."""
+    """Return the fields of the file with another file type."""
     found = [field for field in file.fields.values() if field.name not in _CHANGED]
     found[1:1] = [
         Field.of("general.file_type", FILE_TYPES[kind]),
@@ -154,7 +156,7 @@ def fields(file: GGUF, kind: str) -> list[Field]:
 
 
 def _check_keys(before: GGUF, after: GGUF) -> None:
-    """Every key as it was, byte for byte."""
+    """Raise ConversionError unless every key is the same, byte for byte."""
     kept = {name: field for name, field in after.fields.items() if name not in _CHANGED}
     for name, field in before.fields.items():
         if name in _CHANGED or name == "general.alignment":

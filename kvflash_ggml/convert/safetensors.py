@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face checkpoint, with every number of their headers checked before it is used."""
+"""Reads the tensors of a Hugging Face checkpoint, and checks every number of their headers before using it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REMEDY = "Fetch the checkpoint again."
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor in a checkpoint. shape: as Hugging Face counts, the length of a row last. offset: in the file."""
+    """A tensor in a checkpoint. shape: the length of a row last. offset: bytes from the file's beginning."""
 
     name: str
     path: Path
@@ -37,12 +37,12 @@ class Source:
         return types.nbytes(self.kind, self.shape)
 
     def pieces(self) -> Iterator[Bytes]:
-        """Its rows, [n, bytes of a row], some MiB at a time."""
+        """Yield its rows, [n, bytes of a row], at most reader.PIECE bytes at a time."""
         return file_pieces(self.path, self.offset, self.nbytes, row=self.shape[-1] * self.kind.size)
 
 
 def read_json(path: Path, *, what: str) -> dict[str, Any]:
-    """An object from a stranger's file. ConversionError if it is none; OSError if the file cannot be read."""
+    """Read a JSON object from an untrusted file. ConversionError if it is none, OSError if it cannot be read."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_JSON + 1)
@@ -56,7 +56,7 @@ def read_json(path: Path, *, what: str) -> dict[str, Any]:
 
 
 def read_folder(folder: Path) -> dict[str, Source]:
-    """Every tensor of a checkpoint by name. ConversionError if a header cannot be, or a file or tensor is missing."""
+    """Return every tensor of a checkpoint by name. ConversionError for a bad header, or a missing file or tensor."""
     index = folder / INDEX
     found: dict[str, Source] = {}
     for path in _indexed(index) if index.is_file() else _alone(folder):
@@ -68,7 +68,7 @@ def read_folder(folder: Path) -> dict[str, Source]:
 
 
 def read_header(path: Path) -> list[Source]:
-    """The tensors of one file."""
+    """Return the tensors of one file. ConversionError if its header is not sound."""
     if not path.is_file():
         raise _refusal(path, "the file", "not there", "what the index names")
     size = path.stat().st_size

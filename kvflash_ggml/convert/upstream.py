@@ -1,4 +1,4 @@
-"""llama.cpp's own converter, from the pinned source, in a child process: it needs torch, and nothing else here does."""
+"""Runs llama.cpp's own converter from the pinned source. A child process does, because the converter needs torch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ..native import library
 from . import checkpoint, safetensors, writer
 
 TYPES = ("auto", "f32", "f16", "bf16", "q8_0")
-"""What a whole model is written as; auto is the 16-bit type that loses least."""
+"""Types that a whole model can be written as. auto is the 16-bit type that loses least."""
 
 NEEDED = ("torch", "transformers", "sentencepiece", "google.protobuf")
-"""What the converter imports, for some model or other."""
+"""Modules that the converter imports for one model or another."""
 
 _SCRIPT = "convert_hf_to_gguf.py"
 _PARTS = (_SCRIPT, "conversion", "gguf-py")
@@ -39,9 +39,9 @@ _TAIL = 12
 def convert_model(folder: Path, out: Path, *, kind: str, arguments: Sequence[str] = (), shown: bool = False) -> None:
     """Write the Hugging Face model in `folder` to `out`, as a whole or not at all.
 
-    kind: of TYPES. arguments: further ones for llama.cpp's converter. shown: on stderr goes what it says; otherwise
-    only the end of it, if it fails. Raises LibraryError with what is missing and where to get it, ConversionError if
-    the folder is none or the converter fails.
+    kind: one of TYPES. arguments: more arguments for llama.cpp's converter. shown: True sends the converter's output to
+    stderr; False shows only the end of it, if it fails. Raises LibraryError for a missing package or source,
+    ConversionError if the folder is no checkpoint or the converter fails.
     """
     check_writable(out)
     _check_folder(folder, "the folder of a Hugging Face checkpoint", "Give the folder that was fetched.")
@@ -64,9 +64,10 @@ def convert_model(folder: Path, out: Path, *, kind: str, arguments: Sequence[str
 def convert_draft(
     folder: Path, out: Path, *, model: Path, target_folder: Path, kind: str, rope_differs: bool, shown: bool = False
 ) -> str:
-    """Write a drafter of any kind that llama.cpp converts to `out`, checked before and after. In words, what it is.
+    """Write a drafter of any kind that llama.cpp converts to `out`. Return a description for the user.
 
-    model: the target's GGUF. target_folder: its Hugging Face folder, which llama.cpp's converter reads.
+    model: the target's GGUF file. target_folder: the target's Hugging Face folder, which llama.cpp's converter reads.
+    kind, shown: as for `convert_model`. Raises ConversionError if a check before or after the conversion fails.
     """
     writer.check_output(out, model)
     _check_folder(folder, "the checkpoint's own", "Fetch the whole checkpoint.")
@@ -87,12 +88,12 @@ def convert_draft(
 
 
 def _pickled(folder: Path) -> bool:
-    """Has it only torch's own files? Their tensors are llama.cpp's converter's to read."""
+    """Report whether the folder has torch's own files only, which llama.cpp's converter reads."""
     return not any(folder.glob("*.safetensors*")) and any(folder.glob("*.bin"))
 
 
 def _layers(folder: Path, made: GGUF) -> str:
-    """A word on target layers that llama.cpp's converter took as EAGLE3's usual ones.
+    """Return a note if llama.cpp's converter took EAGLE3's usual target layers; "" otherwise.
 
     ConversionError if the configuration names others, where that converter does not look.
     """
@@ -161,7 +162,7 @@ class Pin(NamedTuple):
 
 @contextlib.contextmanager
 def converter() -> Iterator[Path]:
-    """The script: in a checkout of one's own, in a build's cache, or unpacked from the pinned sdist for a while."""
+    """Yield the converter's script: from KVFLASH_LLAMA_SOURCE, the build's cache, or the pinned sdist."""
     if (given := env.llama_source()) is not None:
         yield _script(given.expanduser())
         return
@@ -177,7 +178,7 @@ def converter() -> Iterator[Path]:
 
 
 def pinned() -> Pin:
-    """From what was built, or else from the checkout. LibraryError if there is neither."""
+    """Return the pin of the built library, or else of the checkout. LibraryError if there is neither."""
     try:
         info = library.build_info()
         return Pin(str(info["llama_cpp_python"]), str(info["sdist_sha256"]))

@@ -1,4 +1,4 @@
-"""Writes a GGUF file front to back; fields are copied from another file, or made of values."""
+"""Writes a GGUF file from front to back. Its fields come from another file, or from values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VERSION = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A tensor to write. shape: ggml's. pieces: its bytes in order, asked for once."""
+    """A tensor to write. shape: the length of a row first. pieces: gives its bytes in order, and is called once."""
 
     name: str
     kind: TensorType
@@ -34,7 +34,7 @@ class Planned:
 
 
 def check_output(out: Path, *read: Path | None) -> None:
-    """ConfigError if a file cannot be written there, ConversionError if it is one of those that are read."""
+    """Raise ConfigError if `out` cannot be written, ConversionError if it is one of the files to read."""
     check_writable(out)
     for source in read:
         if source is not None and out.exists() and source.exists() and out.samefile(source):
@@ -44,7 +44,7 @@ def check_output(out: Path, *read: Path | None) -> None:
 
 
 def write(file: BinaryIO, fields: Sequence[Field], tensors: Sequence[Planned], progress: Progress) -> None:
-    """Write everything; a tensor's pieces are made when it is their turn, so that one is in memory at a time."""
+    """Write fields and tensors. One piece of a tensor is in memory at a time. progress: bytes written, bytes in all."""
     fields = [field for field in fields if field.name != "general.alignment"]  # ours is the usual one
     file.write(struct.pack("<4sIQQ", b"GGUF", VERSION, len(tensors), len(fields)))
     for field in fields:
@@ -86,10 +86,10 @@ def bind(
     called: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> str:
-    """Write the drafter `source` to `out` with the keys of the target `model`. Return in words what it is.
+    """Write the drafter `source` to `out` with the keys of the target `model`. Return a description for the user.
 
-    Keys that it had are replaced; tensors stay as they are. called: what errors name the file. Raises ConversionError
-    if the drafter does not fit the target's shape, ConfigError if `out` cannot be written.
+    The new keys replace old ones; tensors do not change. called: the name in errors. rope_differs: accept another RoPE
+    base. Raises ConversionError if the drafter does not fit the target's shape, ConfigError if `out` cannot be written.
     """
     check_output(out, source, model)
     file, aim = reader.read(source, called=called), reader.read(model)

@@ -1,4 +1,4 @@
-"""What a DFlash drafter is, wherever it is described, and what llama.cpp needs of its tensors."""
+"""Describes a DFlash drafter, and checks it by itself, against its target, and tensor by tensor."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ MIN_WINDOW = 64
 _MAX_WIDTH, _MAX_HEAD_DIM, _MAX_VOCAB, _MAX_CONTEXT = 1 << 16, 1024, 1 << 22, 1 << 31
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""ggml's shapes by tensor name: the length of a row first."""
+"""Shapes by tensor name, in ggml's order: the length of a row first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafter:
-    """A plain DFlash drafter. Widths and counts are values, theta is RoPE's base, rotary its dimensions.
+    """A plain DFlash drafter. Widths count values.
 
-    target_layers: the target's layers whose *inputs* it reads: the outputs that Hugging Face counts, plus one. window,
-    sliding: which layers see only so many tokens. context: the length it was made for; nothing is sized by it.
+    where: the name in errors. theta: RoPE's base. rotary: dimensions that RoPE turns. block: tokens of a draft. mask:
+    the mask token. target_layers: layers of the target whose *inputs* the drafter reads, which is Hugging Face's output
+    index plus one. window: tokens that the layers marked in `sliding` see; None without sliding windows. context:
+    trained length in tokens; it sizes nothing.
     """
 
     where: str
@@ -58,7 +60,7 @@ class Drafter:
 
 
 def check(it: Drafter) -> None:
-    """ConversionError for the first number that cannot be."""
+    """Raise ConversionError for the first number that is out of bounds."""
     damaged = "The checkpoint is damaged or of another kind; fetch it again."
     limits = {
         "hidden size": (it.hidden, 1, _MAX_WIDTH),
@@ -94,7 +96,7 @@ def check(it: Drafter) -> None:
 
 
 def check_target_layers(where: str, layers: Sequence[int]) -> None:
-    """ConversionError unless they are one or more inputs of layers, each once and in order."""
+    """Raise ConversionError unless `layers` are 1 to MAX_TARGET_LAYERS different numbers in ascending order."""
     wanted = f"1 to {MAX_TARGET_LAYERS} different layers in ascending order"
     ordered = all(type(x) is int for x in layers) and list(layers) == sorted(set(layers))
     if not (1 <= len(layers) <= MAX_TARGET_LAYERS and ordered and layers[0] >= 0):
@@ -108,7 +110,7 @@ def check_target_layers(where: str, layers: Sequence[int]) -> None:
 
 
 def check_pair(it: Drafter, target: Target, *, rope_differs: bool = False) -> None:
-    """ConversionError if the drafter is not of this target. rope_differs: another RoPE base is meant."""
+    """Raise ConversionError if the drafter does not fit the target. rope_differs: accept another RoPE base."""
     check_inputs(it.where, it.target_layers, target)
     other = f"Give the target that it was trained for; {target.where} is not it."
     if it.hidden != target.hidden:
@@ -126,9 +128,9 @@ def check_pair(it: Drafter, target: Target, *, rope_differs: bool = False) -> No
 
 
 def check_inputs(where: str, layers: Sequence[int], target: Target, *, output: bool = False) -> None:
-    """ConversionError if llama.cpp cannot hand the inputs of these layers of the target to a drafter.
+    """Raise ConversionError if llama.cpp cannot give a drafter the inputs of these layers of the target.
 
-    output: what comes out of the last layer can be had another way.
+    output: the drafter gets the last layer's output in another way, so it counts as an input.
     """
     if target.architecture not in LAYER_INPUTS:
         raise ConversionError(
@@ -149,7 +151,7 @@ def check_inputs(where: str, layers: Sequence[int], target: Target, *, output: b
 
 
 def shapes(it: Drafter) -> dict[str, tuple[int, ...]]:
-    """The tensors of a plain DFlash drafter without embeddings and head."""
+    """Return the shapes of a plain DFlash drafter's tensors, without embeddings and head."""
     q, kv = it.heads * it.head_dim, it.heads_kv * it.head_dim
     found: dict[str, tuple[int, ...]] = {
         "fc.weight": (len(it.target_layers) * it.hidden, it.hidden),
@@ -168,12 +170,12 @@ def shapes(it: Drafter) -> dict[str, tuple[int, ...]]:
 
 
 def own_head(it: Drafter) -> dict[str, tuple[int, ...]]:
-    """Embeddings and head, which a drafter may have instead of its target's."""
+    """Return the shapes of embeddings and head, which a drafter may have instead of its target's."""
     return {"token_embd.weight": (it.hidden, it.vocab), "output.weight": (it.hidden, it.vocab)}
 
 
 def check_tensors(where: str, found: Shapes, *, wanted: Shapes, optional: Shapes, remedy: str) -> None:
-    """ConversionError for the first tensor that is missing, wrongly shaped or not known."""
+    """Raise ConversionError for the first tensor that is missing, wrongly shaped or unknown."""
     for name, shape in wanted.items():
         if name not in found:
             raise ConversionError(where, f"the tensor {name}", found="missing", wanted=f"{list(shape)}", remedy=remedy)

@@ -11,17 +11,18 @@ from .reader import GGUF, Tensor, file_pieces, parts
 
 TENSOR = "token_embd.weight"
 ROWS, BITS = 64, 4
-"""Tokens that are looked at, evenly spaced over the vocabulary, and bits of each: 256 bits, 64 hexadecimal digits."""
+"""Tokens, evenly spaced over the vocabulary, and bits of each: 256 bits, 64 hexadecimal digits."""
 
 _WIDEST = 1 << 16
 
 
 def signature(file: GGUF) -> str | None:
-    """Return the signature of the model whose file or first part this is, as hexadecimal digits.
+    """Return the signature of a model, 64 hexadecimal digits; None without an embedding of a type that numpy reads.
 
-    Each bit is the sign of the product of a token's embedding, [hidden], with a fixed pattern of ones and minus ones of
-    its own. Two files of one model in types of four bits and more differ in few bits of 256, two trainings in about
-    128. None where there is no embedding, or its type cannot be read here. ConversionError if a part is missing.
+    Each bit is the sign of a token's embedding, [hidden], times a fixed pattern of ones and minus ones. Two files of
+    one model in types of four bits and more differ in few of 256 bits, two trainings in about 128.
+
+    file: of the model, the first part if it is split. Raises ConversionError if a part is missing.
     """
     for part in parts(file):
         if (tensor := part.tensors.get(TENSOR)) is not None:
@@ -30,7 +31,7 @@ def signature(file: GGUF) -> str | None:
 
 
 def distance(one: str, other: str) -> int:
-    """Bits that differ between two signatures."""
+    """Return how many bits differ between two signatures."""
     return (int(one, 16) ^ int(other, 16)).bit_count()
 
 
@@ -48,7 +49,7 @@ def _signature(file: GGUF, tensor: Tensor) -> str | None:
 
 
 def _pattern(hidden: int) -> np.ndarray:
-    """Ones and minus ones, [ROWS, BITS, hidden], the same for every model of this width."""
+    """Return ones and minus ones, [ROWS, BITS, hidden], the same for every model of this width."""
     width = -(-hidden // 8)
     drawn = np.frombuffer(hashlib.shake_128(TENSOR.encode()).digest(ROWS * BITS * width), np.uint8)
     signs = np.unpackbits(drawn.reshape(ROWS, BITS, width), axis=-1)[:, :, :hidden]

@@ -1,4 +1,4 @@
-"""Heads for further tokens (MTP) in a model's file, or in one of their own."""
+"""Checks MTP heads ("nextn" in llama.cpp), in a model's file or in one of their own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ GRAPHS = frozenset({
     "bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "glm4moe", "hy_v3", "mimo2",
     "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next", "step35",
 })  # fmt: skip
-"""Architectures whose heads llama.cpp computes; it would compute something else for others, or abort."""
+"""Architectures whose heads llama.cpp computes. For others it would compute something else, or abort."""
 
 
 def count(file: GGUF) -> int:
-    """How many heads for further tokens this file has; 0 if it says so and their tensors are missing."""
+    """Return how many MTP heads the file has; 0 if it names some and their tensors are missing."""
     further, layers = file.own("nextn_predict_layers", 0), file.own("block_count", 0)
     if type(further) is not int or type(layers) is not int or not 0 < further <= layers:
         return 0
@@ -23,12 +23,12 @@ def count(file: GGUF) -> int:
 
 
 def alone(file: GGUF) -> bool:
-    """Has it heads, and no other layers? The question is llama.cpp's."""
+    """Report whether the file has heads and no other layers, by llama.cpp's rule."""
     return count(file) > 0 and all(tensor.name != "blk.0.attn_norm.weight" for tensor in all_tensors(file))
 
 
 def check(file: GGUF) -> None:
-    """ConversionError unless it has one head, and llama.cpp computes it."""
+    """Raise ConversionError unless the file has one head, of an architecture in GRAPHS."""
     if file.architecture not in GRAPHS:
         raise ConversionError(
             file.name, "general.architecture", found=file.architecture,
@@ -43,7 +43,7 @@ def check(file: GGUF) -> None:
 
 
 def check_pair(file: GGUF, target: GGUF) -> None:
-    """ConversionError unless it has one head, and it is the target's."""
+    """Raise ConversionError unless the file has one head, and the target's architecture, tokens and shape."""
     check(file)
     other = "Give the file of heads that was split from this target."
     aim = target_facts.describe(target)
@@ -57,7 +57,7 @@ def check_pair(file: GGUF, target: GGUF) -> None:
 
 
 def _shape(file: GGUF) -> set[str]:
-    """The keys of numbers that say how the model is built, but for how many layers are in the file."""
+    """Return the keys of the model's shape: its own numbers, without those that count layers and context."""
     own = f"{file.architecture}."
     counts = {f"{own}{key}" for key in ("block_count", "nextn_predict_layers", "context_length")}
     return {key for key in file.fields if key.startswith(own) and not isinstance(file.get(key), list)} - counts

@@ -1,4 +1,4 @@
-"""The model that a drafter was trained for: keys in the drafter's file, compared where the two meet."""
+"""Keys in a drafter's file that name the model it was trained for, and their comparison with a target."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EMBEDDING = "kvflash.target.embedding"
 KEYS = frozenset({ARCHITECTURE, EMBEDDING})
 
 TOLERATED = 51
-"""Bits of 256 in which two files of one model may differ: a fifth, as embeddings whose cosine is 0.8."""
+"""Bits of 256 in which two files of one model may differ: a fifth, as for embeddings whose cosine is 0.8."""
 
 _SIGNATURE = re.compile(rf"[0-9a-f]{{{embedding.ROWS * embedding.BITS // 4}}}")
 _OTHER = (
@@ -24,13 +24,13 @@ _OTHER = (
 
 
 def fields(aim: Target) -> list[Field]:
-    """Return the keys for a drafter of this target; the vocabulary is in the drafter's file as it is."""
+    """Return the keys for a drafter of this target. The vocabulary needs no key: the drafter's file has it."""
     found = [Field.of(ARCHITECTURE, aim.architecture)]
     return found if aim.embedding is None else [*found, Field.of(EMBEDDING, aim.embedding)]
 
 
 def check(file: GGUF, aim: Target) -> bool:
-    """Compare a drafter's keys with a target. False where the drafter or the target has nothing to compare.
+    """Compare a drafter's keys with a target. Return False if one of the two has no signature.
 
     Raises ConversionError if the drafter was trained for another model, or a key is damaged.
     """

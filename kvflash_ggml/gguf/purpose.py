@@ -23,7 +23,10 @@ _DRAFTERS = {"dflash": "a DFlash drafter", "eagle3": "an EAGLE3 drafter"}
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A file that is no model by itself. what: with its article. use: a sentence. drafts: beside a model."""
+    """A file that is no model by itself.
+
+    what: a noun with its article. use: a sentence on how to use it. drafts: whether it drafts for a model.
+    """
 
     what: str
     use: str
@@ -115,12 +118,12 @@ def reads_alone(path: Path) -> bool:
 
 
 def part(file: GGUF) -> Part | None:
-    """What a file is that is no model by itself, None for a model. ConversionError if the file does not say."""
+    """Return what a file is that is no model by itself, None for a model. ConversionError without an architecture."""
     return _named(file) or _drafter(file) or _incomplete(file)
 
 
 def _named(file: GGUF) -> Part | None:
-    """What files without an architecture are, or with one that is no model's."""
+    """Return what a file is whose architecture is missing or is no model's; None for others."""
     number, count = file.get("split.no"), file.get("split.count")
     if type(number) is int and number > 0:
         name = _PART.fullmatch(file.path.name)

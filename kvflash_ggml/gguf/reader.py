@@ -1,7 +1,7 @@
-"""What a GGUF file says of itself, with every number checked before it is used.
+"""Reads the head of a GGUF file, and checks every number before using it.
 
-Nothing of the file is believed: lengths are compared with what is left of it before anything is read or made, so that a
-damaged or hostile file costs no memory and ends with a ConversionError.
+Each length is compared with the rest of the file before anything is read or allocated. So a damaged or hostile file
+costs no memory, and ends with a ConversionError.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LONGEST = 64
 
 
 def check(path: Path) -> None:
-    """ConfigError for what is there and is no GGUF file. A path that does not exist is upstream's to report."""
+    """Raise ConfigError if `path` exists and is no GGUF file. llama.cpp reports a path that does not exist."""
     try:
         start = _start(path)
     except OSError as error:
@@ -49,7 +49,7 @@ def check(path: Path) -> None:
 
 
 def _start(path: Path) -> bytes | None:
-    """The first bytes of a file, None if there is none. ConfigError if there is something else."""
+    """Return the first four bytes of a file, None if the path does not exist. ConfigError if it is no file."""
     if path.is_dir():
         raise _refusal(path, f"is a folder: give {_files(path)}")
     if not path.exists():
@@ -61,7 +61,7 @@ def _start(path: Path) -> bytes | None:
 
 
 def architecture(path: Path) -> str | None:
-    """Of a GGUF file whose first field it is, as everybody writes it; None otherwise."""
+    """Return the architecture if it is the file's first field, as all writers put it; None otherwise."""
     with path.open("rb") as file:
         start = file.read(_FIELD.size + _LONGEST)
     if len(start) < _FIELD.size:
@@ -86,7 +86,7 @@ def _refusal(path: Path, why: str) -> ConfigError:
 ALIGNMENT = 32
 
 PIECE = 16 << 20
-"""Bytes of a tensor that are in memory at a time."""
+"""Maximum bytes of a tensor in memory at a time."""
 
 _LENGTH = struct.Struct("<Q")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -102,7 +102,7 @@ _SHARD = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A key and its value. kind: GGUF's number of the value's type. raw: the value as it lies in the file."""
+    """A key and its value. kind: GGUF's number of the value's type. raw: the value's bytes in the file."""
 
     name: str
     kind: int
@@ -110,7 +110,7 @@ class Field:
 
     @classmethod
     def of(cls, name: str, value: bool | int | float | str | Sequence[int] | Sequence[bool]) -> Field:
-        """A field for a value: unsigned 32 bits, 32-bit floats, arrays of 32-bit integers or of truth values."""
+        """Make a field. An int becomes u32, a float f32, a list an array of i32 or of bool."""
         if isinstance(value, bool):
             return cls(name, 7, struct.pack("<?", value))
         if isinstance(value, int):
@@ -132,7 +132,7 @@ class Field:
 
     @property
     def count(self) -> int:
-        """Items of an array; 1 otherwise."""
+        """Number of items of an array; 1 otherwise."""
         return int(struct.unpack_from("<Q", self.raw, 4)[0]) if self.is_array else 1
 
     @property
@@ -157,7 +157,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Where a tensor lies. shape: ggml's, the length of a row first. offset: bytes from the file's beginning."""
+    """Where a tensor lies. shape: the length of a row first, as in ggml. offset: bytes from the file's beginning."""
 
     name: str
     kind: TensorType
@@ -176,7 +176,7 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GGUF:
-    """A file's fields and tensors by name, in the file's order. name: what errors call it."""
+    """A file's fields and tensors by name, in the file's order. name: the name in errors."""
 
     path: Path
     name: str
@@ -191,23 +191,23 @@ class GGUF:
         return value
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A field's value, by its whole name."""
+        """Return a field's value by its whole name."""
         field = self.fields.get(key)
         return default if field is None else field.value
 
     def own(self, key: str, default: Any = None) -> Any:
-        """A value of the architecture: `context_length` for `qwen3.context_length`."""
+        """Return a value of the architecture: `context_length` for `qwen3.context_length`."""
         return self.get(f"{self.architecture}.{key}", default)
 
     def pieces(self, tensor: Tensor) -> Iterator[Bytes]:
-        """A tensor's rows, [n, bytes of a row], some MiB at a time."""
+        """Yield a tensor's rows, [n, bytes of a row], at most PIECE bytes at a time."""
         return file_pieces(self.path, tensor.offset, tensor.nbytes, row=tensor.row)
 
 
 def file_pieces(path: Path, offset: int, nbytes: int, *, row: int) -> Iterator[Bytes]:
-    """Rows of so many bytes from a part of a file, [n, row], some MiB at a time.
+    """Yield rows of `row` bytes from a part of a file, [n, row], at most PIECE bytes at a time.
 
-    They are read and not mapped: a file that another process cuts off must not end this one.
+    The rows are read and not mapped: if another process truncates a mapped file, the system ends this one.
     """
     step = max(1, PIECE // row) * row
     for start in range(0, nbytes, step):
@@ -221,9 +221,10 @@ def file_pieces(path: Path, offset: int, nbytes: int, *, row: int) -> Iterator[B
 
 
 def read(path: Path, *, called: str | None = None) -> GGUF:
-    """The head of a file. ConversionError for what is none, or says what cannot be; OSError if it cannot be read.
+    """Read the head of a GGUF file.
 
-    called: what errors name it, where it has no name of its own yet.
+    called: the name in errors, for a file with a temporary name. Raises ConversionError for a file that is not sound,
+    OSError if it cannot be read.
     """
     if not path.exists():
         raise ConversionError(path.name, "the file", found="not there", wanted="a GGUF file", remedy="Check its path.")
@@ -236,7 +237,7 @@ def read(path: Path, *, called: str | None = None) -> GGUF:
 
 
 def parts(file: GGUF) -> Iterator[GGUF]:
-    """The file, and the other parts where it is the first of several; each is read when it is asked for."""
+    """Yield the file, and the other parts if it is the first of several. Each part is read when its turn comes."""
     yield file
     split = _SHARD.fullmatch(file.path.name)
     for part in range(2, int(split[2]) + 1) if split else ():
@@ -244,12 +245,12 @@ def parts(file: GGUF) -> Iterator[GGUF]:
 
 
 def all_tensors(file: GGUF) -> list[Tensor]:
-    """Those of the other parts too, where the file is the first of several."""
+    """Return the tensors of the file, and of the other parts if it is the first of several."""
     return [tensor for part in parts(file) for tensor in part.tensors.values()]
 
 
 class _Reader:
-    """A place in the file that cannot leave it."""
+    """A position in the file, which never moves beyond the end."""
 
     def __init__(self, path: Path, name: str, data: mmap.mmap) -> None:
         self._path = path
@@ -331,7 +332,7 @@ class _Reader:
         return Tensor(name, kind, shape, offset)
 
     def _placed(self, infos: list[Tensor], alignment: int) -> dict[str, Tensor]:
-        """By name, with offsets in the file: in it, aligned, and none in another one's bytes."""
+        """Return tensors by name, with offsets from the file's beginning. Refuse overlaps, and ends beyond the file."""
         start = -(-self._at // alignment) * alignment
         placed: dict[str, Tensor] = {}
         end = 0

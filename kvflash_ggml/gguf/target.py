@@ -1,4 +1,4 @@
-"""What a drafter must know of its target, from the file of the target."""
+"""Reads what a drafter must know of its target from the target's file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LAYER_INPUTS = frozenset({
     "minimax-01", "minimax-m2", "muse-glimmer", "nanbeige", "nemotron_h", "nemotron_h_moe", "qwen3", "qwen35",
     "qwen35moe", "qwen3moe", "qwen3next", "qwen4exp",
 })  # fmt: skip
-"""Architectures of which llama.cpp can hand out what goes into a layer; it aborts when asked for another one's."""
+"""Architectures whose layer inputs llama.cpp can give to a drafter. For others it aborts."""
 
 LAST_INPUT = frozenset({"deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"})
-"""Those that give what comes out of the last layer too."""
+"""Architectures among them that also give the last layer's output."""
 
 USUAL_THETA = 10000.0
-"""What llama.cpp takes where a file does not name RoPE's base."""
+"""RoPE's base where a file names none, as llama.cpp assumes."""
 
 _TOKENIZER = "tokenizer."
 _REMEDY = "Give the GGUF file of the whole target model, the first one if it is split."
@@ -29,11 +29,11 @@ _REMEDY = "Give the GGUF file of the whole target model, the first one if it is 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The model that decides.
+    """The model that verifies drafts.
 
-    layers: without those that predict further tokens. context: the length it was made for. mask: its mask token, if it
-    has one. sections: does its RoPE count in sections (M-RoPE)? tokenizer: its fields as they lie in the file.
-    vocabulary: a hash of its tokens. embedding: its signature, None where it has none.
+    where: the name in errors. layers: without MTP heads. context: trained length in tokens. mask: the mask token, None
+    without one. sections: whether RoPE counts in sections (M-RoPE). tokenizer: its fields in the file. vocabulary: a
+    hash of the tokens. embedding: the signature of `embedding.signature`, None without one.
     """
 
     where: str
@@ -51,7 +51,7 @@ class Target:
 
 
 def describe(file: GGUF) -> Target:
-    """ConversionError if a field is missing or cannot be."""
+    """Describe a target. ConversionError if a field is missing or out of bounds."""
     layers, further = _whole(file, "block_count"), f"{file.architecture}.nextn_predict_layers"
     if file.get(further, 0) != 0:
         layers -= _whole(file, "nextn_predict_layers")
@@ -79,7 +79,7 @@ def describe(file: GGUF) -> Target:
 
 
 def vocabulary(file: GGUF) -> str:
-    """A hash of its tokens. How text becomes tokens is no matter: a draft gets them ready-made."""
+    """Return a hash of the tokens. How the tokenizer splits text does not matter: a drafter gets tokens."""
     field = file.fields.get("tokenizer.ggml.tokens")
     return hashlib.sha256(b"" if field is None else field.raw).hexdigest()[:16]
 

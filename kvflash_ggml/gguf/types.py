@@ -19,7 +19,7 @@ F16_MAX = 65504.0
 class TensorType(NamedTuple):
     """How ggml stores values. id: ggml's number. block: values that are stored together, in `size` bytes.
 
-    scales: where in a block its 16-bit scales are; empty if there are none, or nothing is known of them.
+    scales: first and last byte of the 16-bit scales in a block; equal if there are none, or they are unknown.
     """
 
     id: int
@@ -51,14 +51,14 @@ BY_NAME = {kind.name: kind for kind in _TYPES}
 
 FLOATS = {"f32", "f16", "bf16"}
 WITHOUT_LIBRARY = {"f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0"}
-"""What numpy and the package gguf can write; other types are ggml's own to make."""
+"""Types that numpy and the package gguf can write. ggml itself must make other types."""
 
 Encoder = Callable[[Floats, TensorType], Bytes]
-"""Rows of values to rows of bytes."""
+"""A function from rows of values to rows of bytes."""
 
 
 def nbytes(kind: TensorType, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor. shape: ggml's, the length of a row first; a row must be whole blocks."""
+    """Return the bytes of a tensor. shape: the length of a row first; a row must be whole blocks."""
     count = 1
     for length in shape:
         count *= length
@@ -66,7 +66,7 @@ def nbytes(kind: TensorType, shape: tuple[int, ...]) -> int:
 
 
 def decode(raw: Bytes, kind: TensorType) -> Floats:
-    """F32, F16 or BF16 as F32, exactly."""
+    """Decode F32, F16 or BF16 as F32, exactly. ValueError for another type."""
     if kind.name == "f32":
         return raw.view(np.float32)
     if kind.name == "f16":
@@ -78,7 +78,7 @@ def decode(raw: Bytes, kind: TensorType) -> Floats:
 
 
 def dequantise(raw: Bytes, kind: TensorType) -> Floats | None:
-    """Rows of any type as F32, None for a type that neither numpy nor the package gguf reads."""
+    """Decode rows of any type as F32. None for a type that neither numpy nor the package gguf reads."""
     if kind.name in FLOATS:
         return decode(raw, kind)
     try:
@@ -90,7 +90,7 @@ def dequantise(raw: Bytes, kind: TensorType) -> Floats | None:
 
 
 def encode(rows: Floats, kind: TensorType) -> Bytes:
-    """Finite rows [n, width] as rows of bytes; `WITHOUT_LIBRARY` types. LibraryError without the package gguf."""
+    """Encode finite rows, [n, width], as rows of bytes of a type in WITHOUT_LIBRARY. LibraryError without gguf."""
     if kind.name == "f32":
         return rows.view(np.uint8)
     if kind.name == "f16":
@@ -106,7 +106,7 @@ def encode(rows: Floats, kind: TensorType) -> Bytes:
 
 
 def all_finite(raw: Bytes, kind: TensorType) -> bool:
-    """Has no value become NaN or infinite? Of quantised values their scales tell."""
+    """Report whether no value is NaN or infinite. For quantised types it checks the scales."""
     if kind.name in FLOATS:
         return bool(np.isfinite(decode(raw, kind)).all())
     lo, hi = kind.scales

@@ -1,4 +1,4 @@
-"""Checks a drafter's file, as llama.cpp and its target will use it."""
+"""Checks a drafter's file by itself and against its target, by the rules of llama.cpp."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def verify(
     called: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> str:
-    """Check a drafter's file, beside its target `model` if one is given; every tensor is read. In words, what it is.
+    """Check a drafter's file and every value of its tensors. Return a description for the user.
 
-    A DFlash drafter is checked throughout, an EAGLE3 one and a head for further tokens (MTP) for what they share with
-    their target. called: what errors name the file. Raises ConversionError with what is wrong, what was wanted and what
-    helps.
+    model: the target's file; None checks the drafter alone. A DFlash drafter is checked as a whole, EAGLE3 drafters
+    and MTP heads only for what they share with their target. rope_differs: accept another RoPE base. called: the
+    name in errors. progress: called with bytes read and bytes in all. Raises ConversionError.
     """
     file = reader.read(path, called=called)
     words = check(file, None if model is None else reader.read(model), rope_differs=rope_differs)
@@ -41,7 +41,7 @@ def verify(
 
 
 def check(file: GGUF, model: GGUF | None, *, rope_differs: bool = False) -> str:
-    """`verify` without the values of the weights."""
+    """Check a drafter's head, as `verify` does, without reading its weights."""
     if model is not None and heads.alone(model):
         raise ConversionError(
             model.name, "the target", found="a head for further tokens (MTP) without its model", wanted="a whole model",
@@ -68,7 +68,7 @@ def check(file: GGUF, model: GGUF | None, *, rope_differs: bool = False) -> str:
 
 
 def _fits(file: GGUF, aim: Target) -> str:
-    """In words, whether it was trained for a target whose shape it has. ConversionError if for another one."""
+    """Return a note on whether the drafter was trained for this target. ConversionError if it was not."""
     if origin.check(file, aim):
         return f"it fits {aim.where}, the model that it was trained for, or a fine-tuned one of the same embedding"
     return (
@@ -78,7 +78,7 @@ def _fits(file: GGUF, aim: Target) -> str:
 
 
 def describe(file: GGUF) -> Drafter:
-    """What a DFlash file says of itself. ConversionError if a key is missing or a number cannot be."""
+    """Describe a DFlash file. ConversionError if a key is missing or a number is out of bounds."""
     layers = _whole(file, "block_count")
     pattern = file.own("attention.sliding_window_pattern", [])
     head_dim = _whole(file, "attention.key_length")
@@ -109,7 +109,7 @@ def describe(file: GGUF) -> Drafter:
 
 
 def target_layers(file: GGUF) -> tuple[int, ...]:
-    """ConversionError if the file does not name them, as quantisers that know no drafters leave them out."""
+    """Return the target layers. ConversionError without them: quantisers that know no drafters leave them out."""
     layers = file.get(f"{file.architecture}.target_layers")
     if not isinstance(layers, list):
         raise ConversionError(
@@ -121,7 +121,7 @@ def target_layers(file: GGUF) -> tuple[int, ...]:
 
 
 def check_values(file: GGUF, progress: Progress) -> None:
-    """ConversionError for a value that is NaN or infinite, or a vector that is not F32."""
+    """Raise ConversionError for a value that is NaN or infinite, or a vector that is not F32."""
     total, done = sum(tensor.nbytes for tensor in file.tensors.values()), 0
     for tensor in file.tensors.values():
         if len(tensor.shape) == 1 and tensor.kind.name not in ("f32", "i64", "i32"):
@@ -162,7 +162,7 @@ def _verify_dflash(file: GGUF, aim: Target | None, *, rope_differs: bool) -> str
 
 
 def _extras(file: GGUF, it: Drafter) -> dict[str, tuple[int, ...]]:
-    """What llama.cpp takes in a file of this architecture beside plain DFlash: heads, sinks, DFlash2's and DSpark's."""
+    """Return the shapes that llama.cpp also accepts: heads, sinks, and tensors of DFlash2 and DSpark."""
     rank, kernel = _length(file, "markov_w1.weight"), _optional(file, "conv_kernel_size") or 0
     group, selector = _optional(file, "conv_group_size") or 1, _optional(file, "selector_rank") or 0
     draft = _length(file, "d2t") or it.vocab
@@ -223,7 +223,7 @@ def _verify_eagle3(file: GGUF, aim: Target | None) -> str:
 
 
 def _eagle3(file: GGUF) -> dict[str, tuple[int, ...]]:
-    """The tensors of an EAGLE3 drafter; its layer reads a token's embedding and the target's features side by side."""
+    """Return an EAGLE3 drafter's shapes. Its layer reads a token's embedding beside the target's features."""
     width, ff, head_dim = (_whole(file, f"{key}_length") for key in ("embedding", "feed_forward", "attention.key"))
     q, kv = (_whole(file, f"attention.{key}") * head_dim for key in ("head_count", "head_count_kv"))
     read = 3 * _whole(file, "target_hidden_size")
@@ -239,7 +239,7 @@ def _eagle3(file: GGUF) -> dict[str, tuple[int, ...]]:
 
 
 def _eagle3_extras(file: GGUF) -> dict[str, tuple[int, ...]]:
-    """What one may have beside them: a vocabulary, embeddings and a head of its own, and factors of RoPE."""
+    """Return the shapes that it may also have: its own vocabulary, embeddings and head, and RoPE factors."""
     width, tokens = _whole(file, "embedding_length"), _vocab(file)
     rotary = _optional(file, "rope.dimension_count") or _whole(file, "attention.key_length")
     draft = _length(file, "d2t") or tokens
@@ -260,7 +260,7 @@ def _verify_head(file: GGUF, model: GGUF | None) -> str:
 
 
 def _check_map(file: GGUF, vocab: int) -> None:
-    """A draft's own vocabulary: different tokens of the target's, all of them there."""
+    """Raise ConversionError unless a drafter's own vocabulary maps to different tokens of the target."""
     tensor = file.tensors.get("d2t")
     if tensor is None:
         return
