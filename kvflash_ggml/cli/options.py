@@ -262,7 +262,7 @@ class SnapshotOptions:
         Path, metavar="FILE",
         help="Continue the session in FILE if it exists, and save the session to FILE at the end.",
     )  # fmt: skip
-    snapshot_ro: bool = _snapshot(bool, default=False, help="Read FILE, which must exist, and do not write it.")
+    snapshot_ro: bool = _snapshot(bool, default=False, help="Do not write the FILE of --snapshot, which must exist.")
     snapshot_compress: bool = _snapshot(
         bool, default=False, help="Compress with Zstandard; needs the package zstandard."
     )
