@@ -139,7 +139,7 @@ class Scheduler:
         self._jobs: dict[str, Job] = {}
         self._begun: dict[str, Answer] = {}  # that were put aside
         self._aside: list[Job] = []  # of these, whose readers have enough for now
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[tuple[bool, Callable[[], None]]] = deque()  # each with: it changes nothing
         self._dealt: list[_Running] = []  # to whose texts the pool was dealt
         self._stopping = False
         self._ending = False  # answers that run end too
@@ -242,8 +242,12 @@ class Scheduler:
         """Look again at what was put aside."""
         self._wake.set()
 
-    def call(self, work: Callable[[], T]) -> Future[T]:
-        """Do something on the engine's thread, between two requests; with several slots, between two steps."""
+    def call(self, work: Callable[[], T], *, looks: bool = False) -> Future[T]:
+        """Run work on the engine's thread, between two requests; with several slots, between two steps.
+
+        looks: the work changes nothing, so it is always done between two steps. Other work interrupts a reading behind
+        a preview, which costs a second or more on a large text.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
@@ -257,7 +261,7 @@ class Scheduler:
         if self._stopping:
             future.set_exception(KVFlashError("the server is shutting down: try again later"))
             return future
-        self._calls.append(run)
+        self._calls.append((looks, run))
         self._wake.set()
         return future
 
@@ -287,14 +291,11 @@ class Scheduler:
             logger.exception("the session folder cannot be read")
         while not self._stopping or self._running:
             self._wake.clear()
-            if not self._running or len(self.slots) > 1:
-                while self._calls:
-                    self._calls.popleft()()
+            self._run_calls(changes=not self._running or len(self.slots) > 1)
             if not self._running:
                 self._dealt = []
                 self._sweep()
-            if self.shared is not None and self.shared.collect():
-                self._bring_back()
+            self._bring_back()
             self._admit()
             if self._running:
                 self._deal()
@@ -304,11 +305,15 @@ class Scheduler:
                 self._wake.wait(1.0) if job is None else self._begin(job)
         self._end()
 
+    def _run_calls(self, *, changes: bool) -> None:
+        """Do what `call` was asked for; without `changes` only up to the first call that may change something."""
+        while self._calls and (changes or self._calls[0][0]):
+            self._calls.popleft()[1]()
+
     def _end(self) -> None:
         for job in [*self.waiting.remove_if(lambda job: True), *self._aside]:
             self._tell(job, Failed(code=SHUTDOWN, message="the server is shutting down: try again later"))
-        while self._calls:
-            self._calls.popleft()()
+        self._run_calls(changes=True)
         try:
             for slot in self.slots:
                 slot.swap_out()
@@ -378,8 +383,11 @@ class Scheduler:
 
     def _between(self, job: Job, done: int) -> None:
         """A prompt is read so far, and more steps are to come: other answers go on meanwhile. GaveWay."""
-        if job.behind and (len(self.waiting) or self._calls or self._aside):
-            raise GaveWay
+        if job.behind:
+            self._bring_back()
+            self._run_calls(changes=False)
+            if len(self.waiting) or self._calls:
+                raise GaveWay
         (reader,) = (one for one in self._running if one.job is job)
         others = [one for one in self._running if one is not reader]
         if others:
@@ -388,10 +396,11 @@ class Scheduler:
             steps, goes_on = 0, True
             while others and goes_on:
                 self._round(others)
-                steps, reader.stepped = steps + 1, self._clock()
+                steps += 1
                 others = [one for one in others if one in self._running]
-                goes_on = self._steps.goes_on(steps, reader.stepped - began)
-            reader.done = done
+                goes_on = self._steps.goes_on(steps, self._clock() - began)
+        self._run_calls(changes=len(self.slots) > 1)
+        reader.stepped, reader.done = self._clock(), done
         reader.slot.model.limit_prompt_steps(self._steps.rows if others else None)
 
     def _round(self, answers: Sequence[_Running]) -> None:
@@ -494,11 +503,12 @@ class Scheduler:
             self._forget_text(one.slot)
 
     def _bring_back(self) -> None:
-        """Into line again with those whose readers take more, whose texts are here, and those that are to end."""
-        now = self._clock()
+        """Queue the jobs again whose readers take more, whose texts have been fetched, and that are to end."""
+        if self.shared is not None:
+            self.shared.collect()
         for job in list(self._aside):
             limit = job.request.timeout_s
-            late = limit is not None and now - job.submitted > limit
+            late = limit is not None and self._clock() - job.submitted > limit
             waits = job.full() or (job.fetching is not None and job.fetching())
             if job.cancelled or late or self._ending or not waits:
                 self.waiting.put_first(job)

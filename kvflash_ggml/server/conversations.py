@@ -63,7 +63,8 @@ def snapshot(front: Front, access: Access) -> tuple[dict[str, Any], Residency]:
 
 async def conversations(front: Front, request: HttpRequest) -> Response:
     access = front.access(request)
-    return JSONResponse({"data": await front.engine(lambda: front.scheduler.conversations.describe(access))})
+    known = await front.engine(lambda: front.scheduler.conversations.describe(access), looks=True)
+    return JSONResponse({"data": known})
 
 
 async def erase(front: Front, request: HttpRequest) -> Response:

@@ -113,10 +113,10 @@ class Front(Intake):
         self.speed = Speed(scheduler)
         self.items = KeptItems()
 
-    async def engine(self, work: Callable[[], T]) -> T:
-        """Run on the engine's thread, between two requests. ApiError for a wrong value, or a text that is busy."""
+    async def engine(self, work: Callable[[], T], *, looks: bool = False) -> T:
+        """Run on the engine's thread, see `Scheduler.call`. ApiError for a wrong value, or a text that is busy."""
         try:
-            return await asyncio.wrap_future(self.scheduler.call(work))
+            return await asyncio.wrap_future(self.scheduler.call(work, looks=looks))
         except ConversationBusy as err:
             raise ApiError(409, str(err), code="conversation_busy") from None
         except ConfigError as err:

@@ -124,7 +124,7 @@ async def _items(
     # one that moves just now may be seen nowhere from here
     if kept is None or not (
         conversations.keeps(kept.conversation, access)
-        or await front.engine(lambda: conversations.keeps(kept.conversation, access))
+        or await front.engine(lambda: conversations.keeps(kept.conversation, access), looks=True)
     ):
         raise ApiError(
             400,

@@ -120,13 +120,15 @@ def test_who_comes_between_changes_no_bit(
         plain = state(scheduler, tmp_path / "file")
     with served(llama, kind) as scheduler:
         id = previewed(scheduler, prompt)
+        while not scheduler.reading:
+            time.sleep(0.001)
         for begin in (200, 300):  # each has the slot, and another text
             answer(scheduler, prompt[begin : begin + 300], 2)
         assert scheduler.counts.swapped_out > 0
-        assert scheduler.counts.resumes > 0
         while scheduler.call(lambda: len(scheduler.behind)).result(60):  # each interrupts it at its next step
             pass
         read_behind(scheduler, id)
+        assert scheduler.counts.resumes > 0
         mine = state(scheduler, tmp_path / "file")
         assert mine[0] == plain[0]
         assert mine[2] == plain[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -150,6 +151,36 @@ def test_a_step_of_drafts_that_fails_is_done_for_each_alone(
         for mine, its in zip(all_at_once(running, texts), wanted, strict=True):
             assert_alike(mine, its)
     assert len(failed) == 2
+
+
+def test_hybrid_texts_draft_while_the_prompt_of_another_is_read_exactly(
+    llama: Callable[..., Any], tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps of the texts that draft have equally many rows, and each streamed step settles these rows first."""
+    texts = [*(text[-300:] for text in texts_of(tokens, 2)), tokens[4000:5500].tolist()]
+    given = settings(parallel=3)
+    given["kvflash"] = replace(given["kvflash"], reading="exact")
+    wanted = []
+    with served(llama("hybrid", **given)) as running:
+        for text in texts:
+            wanted += all_at_once(running, [text])
+            wanted[-1].wait()
+    llm, steps = llama("hybrid", **given), list[str]()
+    engine = inside(llm).session.engine
+    step = engine.step
+
+    def noted(count: int, wait: int, codes: list[int], streamed: Any = None, *rest: Any) -> None:
+        kind = "streamed" if streamed is not None else "drafts" if count == 2 * WIDTH else "other"
+        steps.append(kind if kind != "drafts" or len(set(engine.seq[:count].tolist())) == 2 else "other")
+        step(count, wait, codes, streamed, *rest)
+
+    monkeypatch.setattr(engine, "step", noted)
+    with served(llm) as running:
+        for mine, its in zip(all_at_once(running, texts), wanted, strict=True):
+            assert_alike(mine, its)
+        assert llm.kvflash.spec.total.accepted > 0
+    first, last = steps.index("streamed"), len(steps) - 1 - steps[::-1].index("streamed")
+    assert "drafts" in steps[first:last], "no draft was verified between two streamed steps"
 
 
 def test_an_answer_leaves_in_the_midst_of_a_draft_and_goes_on(llama: Callable[..., Any], tokens: Tokens) -> None:

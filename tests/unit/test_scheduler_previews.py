@@ -74,8 +74,21 @@ def until(true: Callable[[], bool]) -> None:
 
 def known(scheduler: Scheduler) -> dict[str, int]:
     """Tokens of each conversation."""
-    told = scheduler.call(lambda: scheduler.conversations.describe(Access())).result(20)
-    return {one["id"]: one["tokens"] for one in told}
+    found = scheduler.call(lambda: scheduler.conversations.describe(Access()), looks=True).result(20)
+    return {one["id"]: one["tokens"] for one in found}
+
+
+def interruptions(scheduler: Scheduler) -> list[int]:
+    """Gets the tokens that are read, each time that the reading behind gives way."""
+    found, put_back = list[int](), scheduler.behind.put_back
+
+    def noted(job: Any) -> None:
+        if len(scheduler.model.tokens) > STEP + 20:  # a preview has added it before anything was read
+            found.append(len(scheduler.model.tokens))
+        put_back(job)
+
+    scheduler.behind.put_back = noted  # type: ignore[method-assign]
+    return found
 
 
 def read_behind(scheduler: Scheduler, id: str, length: int = LENGTH) -> None:
@@ -258,21 +271,54 @@ def test_nothing_of_a_preview_comes_into_the_folder(make: Make, tmp_path: Path) 
     assert answer(again, text(), 20).usage.cached == len(kept)
 
 
-def test_it_looks_after_each_step_for_who_was_put_aside_and_ends_beside_them(make: Make) -> None:
+def test_who_looks_at_the_conversations_does_not_interrupt_the_reading(make: Make) -> None:
+    """A page that polls them made a reading of 1.5 s one of 4.5 s. What changes something still comes first."""
+    scheduler = make()
+    model, gave_way, seen = model_of(scheduler), interruptions(scheduler), []
+
+    def look() -> None:
+        describe = lambda: len(scheduler.conversations.describe(Access()))  # noqa: E731
+        seen.append((len(model.tokens), scheduler.call(describe, looks=True)))
+
+    model.at |= dict.fromkeys(range(12, 18), look)
+    model.at[18] = lambda: seen.append((len(model.tokens), scheduler.call(lambda: len(model.tokens))))
+    _, begun = preview(scheduler, text())
+    read_behind(scheduler, begun.conversation)
+    assert [future.result(20) for _, future in seen] == [*[1] * 6, seen[-1][0] + STEP]
+    assert gave_way == [seen[-1][0] + STEP]
+
+
+def test_calls_come_between_two_steps_of_a_prompt(make: Make) -> None:
+    """Who looks need not wait for the end of a long prompt; with several slots, nor need who changes something."""
+    for parallel in (1, 2):
+        scheduler = make(Counted(parallel=parallel))
+        model, seen = model_of(scheduler), []
+
+        def ask_both(scheduler: Scheduler = scheduler, model: Counted = model, seen: list[Any] = seen) -> None:
+            seen += [scheduler.call(lambda: len(model.tokens), looks=looks) for looks in (True, False)]
+
+        model.at[2] = ask_both
+        answer(scheduler, text(), 1)
+        looked, changed = (future.result(20) for future in seen)
+        assert looked == 3 * STEP
+        assert changed == (3 * STEP if parallel > 1 else LENGTH)
+
+
+def test_it_goes_on_beside_who_was_put_aside_until_its_reader_takes_more(make: Make) -> None:
     scheduler = make()
     stalled = [True]
     slow = ask(scheduler, text(STEP, 5), 20, full=lambda: stalled[0])
     until(lambda: scheduler.put_aside == 1)
-    before, forgotten = scheduler.counts.swapped_out, scheduler.behind.put_back
-    gave_way: list[Any] = []
-    scheduler.behind.put_back = lambda job: (gave_way.append(job), forgotten(job))[1]  # type: ignore[method-assign]
+    model, before, gave_way = model_of(scheduler), scheduler.counts.swapped_out, interruptions(scheduler)
     _, begun = preview(scheduler, text())
     read_behind(scheduler, begun.conversation)
-    assert len(gave_way) >= LENGTH // STEP - 1
+    assert gave_way == []
     assert (scheduler.put_aside, scheduler.counts.swapped_out) == (1, before)
-    stalled[0] = False
-    scheduler.wake()
+    model.at[model.steps + 15] = lambda: stalled.__setitem__(0, False)
+    _, begun = preview(scheduler, text(seed=1))
     assert isinstance(slow.wait(), Finished)
+    read_behind(scheduler, begun.conversation)
+    assert len(gave_way) == 1
 
 
 def test_a_next_turn_that_is_cancelled_does_not_end_the_reading(make: Make) -> None:

@@ -672,6 +672,22 @@ def test_slots_without_a_folder() -> None:
     assert Server().post("/slots/0?action=dance", {"filename": "a"}).status == 400
 
 
+def test_conversations_are_listed_while_an_answer_is_made() -> None:
+    """On a server for one answer at a time too: nothing changes by it, so nobody waits for the answer's end."""
+    server, ended = Server(FakeModel(reply=lambda prompt: b"x" * 10_000, on_step=lambda: time.sleep(0.001))), []
+
+    async def work(client: Client) -> Any:
+        call = client.call("POST", "/v1/completions", {"prompt": "x" * 400, "max_tokens": 3000, "stream": True})
+        await call.until(lambda reply: bool(reply.frames))
+        listed = (await client.get("/kvflash/conversations")).json["data"]
+        ended.append(len(server.scheduler.running))
+        call.leave()
+        return listed
+
+    assert len(server.run(work)) == 1
+    assert ended == [1]
+
+
 def test_conversations(tmp_path: Path) -> None:
     async def work(client: Client) -> list[Any]:
         await client.post("/v1/completions", {"prompt": "x" * 400, "kvflash": {"conversation": "mine"}})
