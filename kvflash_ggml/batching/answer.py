@@ -153,8 +153,8 @@ class Answer:
     def make(self, slot: Slot, beside: Sequence[Slot] = ()) -> Generator[Pending | None, None, Finished]:
         """Make the answer in a slot, or go on with it, its pieces to the job's sink. Returns what ends it. PutAside.
 
-        Yields each step that may be computed with others, and None when a token has been drawn and told. beside: see
-        `Slot.take`.
+        Yields each step that may be computed with others, and None when a token has been drawn and sent, or another
+        prompt may begin. beside: see `Slot.take`.
         """
         request, model, sink = self._job.request, slot.model, self._job.sink
         room = model.n_ctx - len(request.tokens)
@@ -198,7 +198,9 @@ class Answer:
         self.preview = Preview(read=len(tokens), prompt=len(request.tokens))
         return replace(request, tokens=tokens, reading=None, reuse=False)
 
-    def _read(self, model: Model, stream: Iterator[int | Pending], most: int) -> Generator[Pending | None, None, str]:
+    def _read(
+        self, model: Model, stream: Iterator[int | Pending | None], most: int
+    ) -> Generator[Pending | None, None, str]:
         """Take at most so many tokens, and return why the answer ends: "stop" or "length". PutAside."""
         request = self._job.request
         endless = request.ignore_eos and request.sampling.grammar is None  # nothing may follow a grammar's end

@@ -69,7 +69,7 @@ def _levelled(steps: Sequence[Pending], most: int, each: int) -> list[Pending]:
 
 
 MAX_ROWS = 64
-"""Rows of a step of several answers, at most."""
+"""Rows of a step of several answers, at most. Prompts that share a step may fill it."""
 
 SLOWEST_S = 5.0
 """For one token by a grammar; a usual one takes milliseconds. Others wait for the engine meanwhile."""
@@ -134,6 +134,10 @@ class LlamaModel:
     def step_rows(self) -> int:
         return min(MAX_ROWS, len(self._sequence.engine.token))
 
+    @property
+    def prompt_rows(self) -> int:
+        return self._sequence.pool.n_ubatch
+
     def limit_prompt_steps(self, rows: int | None) -> None:
         text = self._sequence
         if not (text.config.deterministic or text.config.deterministic_batch):
@@ -171,7 +175,7 @@ class LlamaModel:
         branch: int | None,
         progress: Progress,
         paused: Paused | None = None,
-    ) -> Generator[int | Pending]:
+    ) -> Generator[int | Pending | None]:
         llm, sampling = self._llm, request.sampling
         processor = with_bias(None, dict(sampling.logit_bias)) if sampling.logit_bias else None
         grammar = Grammar(text=sampling.grammar) if isinstance(sampling.grammar, str) else sampling.grammar

@@ -92,8 +92,8 @@ class Paused:
 class Pending(Protocol):
     """A step of an answer. Several, of different texts, can be computed together: see `Model.compute`.
 
-    alone: not this one. rows: of the step. more: another token can be drawn from it after the last one. failed: it is
-    computed alone when its answer goes on, and no logits of other steps are at hand then.
+    alone: not this one. reads: it reads a prompt. rows: of the step. more: another token can be drawn from it after the
+    last one. failed: it is computed alone when its answer goes on, and no logits of other steps are at hand then.
     """
 
     @property
@@ -104,6 +104,9 @@ class Pending(Protocol):
 
     @property
     def more(self) -> bool: ...
+
+    @property
+    def reads(self) -> bool: ...
 
     @property
     def rows(self) -> int: ...
@@ -154,7 +157,12 @@ class Model(Protocol):
 
     @property
     def step_rows(self) -> int:
-        """Rows of the steps that `compute` takes together, at most. Always the same."""
+        """Rows of the steps of answers that `compute` takes together, at most. Always the same."""
+        ...
+
+    @property
+    def prompt_rows(self) -> int:
+        """The same of steps that read prompts."""
         ...
 
     @property
@@ -194,11 +202,12 @@ class Model(Protocol):
         branch: int | None,
         progress: Progress,
         paused: Paused | None = None,
-    ) -> Generator[int | Pending]:
+    ) -> Generator[int | Pending | None]:
         """Read the prompt, going on from the text at hand, and yield tokens until the caller has enough.
 
-        Where there are texts beside this one, each step is yielded before it is computed. It is computed when the
-        caller goes on, unless `compute` has done it.
+        Where there are texts beside this one, each step of the answer is yielded before it is computed. It is computed
+        when the caller goes on, unless `compute` has done it. So is the step of a prompt that takes only one, and None
+        before it: other prompts can begin, and share the step.
 
         branch: where in the prompt to keep the state, because other texts leave it there. progress: called as (done,
         total) after each step of the prompt; what it raises ends the reading, and what was read is kept. paused: an

@@ -190,6 +190,11 @@ class Job:
     def __post_init__(self) -> None:
         self.who = self.request.key, hash(self.request.tokens.tobytes())
 
+    def late(self, now: float, *, queued: bool = False) -> bool:
+        """Return whether its time is up; queued: or the time in which it must have its first turn."""
+        limits = self.request.timeout_s, self.request.queue_timeout_s if queued else None
+        return any(limit is not None and now - self.submitted > limit for limit in limits)
+
 
 class RequestQueue:
     """Any thread puts and removes; the engine's takes. Higher priorities first, then keys in turn, then in order."""

@@ -8,7 +8,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite
@@ -91,8 +93,8 @@ class Scheduler:
     request that has had a slot, what it took and how it ended. clock: seconds.
 
     There is a slot for the model's text, and for each text beside it. A request takes the free slot whose text saves
-    most of its prompt. A step computes the next token of all running answers. A prompt is read alone, and the others
-    decode between two of its steps.
+    most of its prompt. A step computes the next token of all running answers. Prompts of one step that wait together
+    share steps. A longer prompt is read alone, and the others decode between two of its steps.
     """
 
     def __init__(
@@ -285,10 +287,8 @@ class Scheduler:
 
     def _run(self) -> None:
         self.model.when_full(self._give_way)
-        try:
+        with _logged("the session folder cannot be read"):
             self.conversations.adopt()
-        except Exception:
-            logger.exception("the session folder cannot be read")
         while not self._stopping or self._running:
             self._wake.clear()
             self._run_calls(changes=not self._running or len(self.slots) > 1)
@@ -314,12 +314,10 @@ class Scheduler:
         for job in [*self.waiting.remove_if(lambda job: True), *self._aside]:
             self._tell(job, Failed(code=SHUTDOWN, message="the server is shutting down: try again later"))
         self._run_calls(changes=True)
-        try:
+        with _logged("conversations could not be put aside at the end"):
             for slot in self.slots:
                 slot.swap_out()
             self.swapped.close()
-        except Exception:
-            logger.exception("conversations could not be put aside at the end")
         self.model.close()
 
     # --- answers that run
@@ -409,7 +407,10 @@ class Scheduler:
             if one.pending is None:
                 self._advance(one)
         ready = [(one, one.pending) for one in answers if one.pending is not None]
-        for group in _groups([(one, step) for one, step in ready if not step.alone], self.model.step_rows):
+        prompts = [pair for pair in ready if pair[1].reads]
+        several = [pair for pair in ready if not (pair[1].alone or pair[1].reads)]
+        prompt_rows = min(self.model.prompt_rows, self._steps.rows)
+        for group in chain(_groups(several, self.model.step_rows), _groups(prompts, prompt_rows)):
             if len(group) > 1:
                 self.model.compute([step for _, step in group])
             # whoever can draw does so before the next step
@@ -507,26 +508,14 @@ class Scheduler:
         if self.shared is not None:
             self.shared.collect()
         for job in list(self._aside):
-            limit = job.request.timeout_s
-            late = limit is not None and self._clock() - job.submitted > limit
             waits = job.full() or (job.fetching is not None and job.fetching())
-            if job.cancelled or late or self._ending or not waits:
+            if job.cancelled or job.late(self._clock()) or self._ending or not waits:
                 self.waiting.put_first(job)
                 self._aside.remove(job)
 
-    def _ended(self, request: Request, usage: Usage, reason: str) -> None:
-        if self._on_end is None:
-            return
-        try:
-            self._on_end(request, usage, reason)
-        except Exception:
-            logger.exception("request %s could not be counted", request.id)
-
     def _forget_text(self, slot: Slot, spoiled: Request | None = None) -> None:
-        try:
+        with _logged("the text at hand could not be forgotten"):
             slot.clear() if spoiled is None else slot.lose(spoiled)
-        except Exception:
-            logger.exception("the text at hand could not be forgotten")
 
     def _check(self, job: Job) -> None:
         """Between two steps: may this answer go on?"""
@@ -535,59 +524,63 @@ class Scheduler:
         if self._ending:
             raise ShuttingDown("the server is shutting down: ask again later")
         now = self._clock()
-        limit = job.request.timeout_s
-        if limit is not None and now - job.submitted > limit:
+        if job.late(now):
+            limit = job.request.timeout_s
             raise DeadlinePassed(f"the answer took longer than {limit:g} s: ask for fewer tokens, or raise --timeout")
         if now - self._swept > SWEEP_S:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Take out who has left the queue, or has waited too long."""
+        """End the requests in the queue whose clients have left, or that have waited too long."""
         now = self._swept = self._clock()
         self._bring_back()
 
-        def late(job: Job) -> bool:
-            if job.begun:  # it has had a turn: what ends it is told when it has the next
-                return False
-            limits = [x for x in (job.request.timeout_s, job.request.queue_timeout_s) if x is not None]
-            return now - job.submitted > min(limits, default=float("inf"))
-
-        for job in self.waiting.remove_if(lambda job: (job.cancelled and not job.begun) or late(job)):
-            code = CANCELLED if job.cancelled else QUEUE_DEADLINE
-            said = (
-                "the client has left"
-                if job.cancelled
-                else f"waited {now - job.submitted:.0f} s for its turn: try again later"
-            )
-            usage = Usage(queue_s=now - job.submitted)
+        # a job that has had a turn ends at its next one
+        for job in self.waiting.remove_if(lambda job: not job.begun and (job.cancelled or job.late(now, queued=True))):
+            waited = now - job.submitted
+            code, why = QUEUE_DEADLINE, f"waited {waited:.0f} s for its turn: try again later"
+            if job.cancelled:
+                code, why = CANCELLED, "the client has left"
+            usage = Usage(queue_s=waited)
             self.totals.add(usage, code)
             self._ended(job.request, usage, code)
-            self._tell(job, Failed(code=code, message=said))
+            self._tell(job, Failed(code=code, message=why))
 
-    def _tell(self, job: Job, event: Any) -> None:
-        """The last event of a request."""
+    def _ended(self, request: Request, usage: Usage, reason: str) -> None:
+        if self._on_end is not None:
+            with _logged("request %s could not be counted", request.id):
+                self._on_end(request, usage, reason)
+
+    def _tell(self, job: Job, event: Event) -> None:
+        """Send the last event of a request."""
         self._jobs.pop(job.request.id, None)
-        try:
+        with _logged("request %s: its reader is gone", job.request.id):
             job.sink(event)
-        except Exception:
-            logger.exception("request %s: its reader is gone", job.request.id)
+
+
+@contextmanager
+def _logged(what: str, *names: str) -> Iterator[None]:
+    """Log an error, and go on behind the block."""
+    try:
+        yield
+    except Exception:
+        logger.exception(what, *names)
 
 
 def _failed(code: str, message: str) -> tuple[str, Failed]:
     return code, Failed(code=code, message=message)
 
 
-def _groups(ready: Sequence[tuple[_Running, Pending]], most: int) -> Iterator[list[tuple[_Running, Pending]]]:
-    """Answers whose next steps are computed together, so many rows at most."""
+def _groups(ready: Sequence[tuple[_Running, Pending]], limit: int) -> Iterator[list[tuple[_Running, Pending]]]:
+    """Yield the answers whose steps are computed together, of at most `limit` rows in all."""
     group: list[tuple[_Running, Pending]] = []
     rows = 0
-    for one, step in ready:
-        count = step.rows
-        if group and rows + count > most:
+    for pair in ready:
+        rows += pair[1].rows
+        if group and rows > limit:
             yield group
-            group, rows = [], 0
-        group.append((one, step))
-        rows += count
+            group, rows = [], pair[1].rows
+        group.append(pair)
     if group:
         yield group
 

@@ -10,7 +10,7 @@ from typing import Any
 import llama_cpp
 
 from ..errors import KVFlashError, SnapshotError
-from ..sequence import together
+from ..sequence import prefill, together
 from ..sequence.sequence import Sequence
 from ..sequence.step import EVERY, LAST, Step
 from ..spec.draft import ROOT, Draft, chain
@@ -50,14 +50,15 @@ class Verified:
 class Pending:
     """A step of an answer that may be computed with steps of other texts before the answer goes on.
 
-    verified: the draft whose rows it has. computed: it was, in `seconds`, with so many rows `beside` it, and `error` is
-    what went wrong. Otherwise the answer computes it alone when it goes on.
+    verified: the draft whose rows it has. reads: it reads a prompt. computed: it was, in `seconds`, with so many rows
+    `beside` it, and `error` is what went wrong. Otherwise the answer computes it alone when it goes on.
     """
 
     answer: Generation
     sequence: Sequence
     step: Step
     verified: Verified | None = None
+    reads: bool = False
     computed: bool = False
     seconds: float = 0.0
     beside: int = 0
@@ -113,6 +114,29 @@ class Generation:
         self._token = 0  # the newest that was drawn
         self._likeliest: int | None = None  # the next one, if it is known already
         self._verified: Verified | None = None
+
+    # --- the prompt
+
+    def read(
+        self, tokens: list[int], *, checkpoint: int | None, going_on: bool, together: bool
+    ) -> Iterator[Pending | None]:
+        """Read the prompt. The next token can be drawn then.
+
+        together: a scheduler computes steps of several answers. A prompt that takes only one step yields None, so that
+        other prompts can begin, and then its step.
+        """
+        reader = self._reader
+        if together and checkpoint is None and not going_on and prefill.may_share(reader.pooled, len(tokens)):
+            yield None
+            shared = reader.prepare_prompt(tokens)
+            if shared is not None:
+                pending = Pending(self, reader.pooled, shared.step, reads=True)
+                yield pending
+                self.compute(pending.step, pending)
+                if pending.error is None:  # else the text was read again
+                    shared.finish()
+                return
+        reader.evaluate(tokens, checkpoint=checkpoint, prompt=not going_on)
 
     # --- what is drawn
 

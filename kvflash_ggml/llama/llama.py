@@ -373,10 +373,11 @@ class Llama(llama_cpp.Llama):
             stopping=stopping_criteria,
         )
         with nullcontext() if self._finder is None else self._finder.behind():
-            reader.evaluate(
+            yield from answer.read(  # type: ignore[misc]  # as below
                 prompt,
                 checkpoint=self._saver.branch(ids, self.kvflash_branch) if reset else None,
-                prompt=going_on is None,
+                going_on=going_on is not None,
+                together=self.kvflash_together,
             )
             try:
                 self._saver.keep_prefix()

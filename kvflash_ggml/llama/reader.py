@@ -84,6 +84,15 @@ class Reader:
             prompt=prompt,
         )
 
+    def prepare_prompt(self, tokens: abc.Sequence[int]) -> prefill.Prefill | None:
+        """Prepare the one step of a prompt, to be computed with other prompts; None where it must be evaluated."""
+        data, llm = self.admit(tokens), self.llm
+        self.catch_up()
+        self.pooled.begin(len(data))
+        progress = llm.kvflash_progress if len(data) > 1 else None
+        prompt = prefill.Prefill(self.pooled, data, llm._logits_all, self.after_step, progress, None)
+        return prompt if prompt.prepare() else None
+
     def read_again(
         self, why: Exception, known: int | None, data: Int32s, *, prompt: bool = False, kept: int = 0
     ) -> None:

@@ -1,4 +1,4 @@
-"""Three ways to read a prompt: as it was read before, exactly, or by the pool with its end a second time."""
+"""Reads prompts: as they were read before, exactly, by the pool with the end a second time, or several in one step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..pool.page_table import PageTableState
 from ..state.session import Replay
 from .reading import ReadStats
 from .sequence import Sequence
-from .step import EVERY, LAST, AfterStep, Output
+from .step import EVERY, LAST, AfterStep, Output, Step
 
 QUESTION_TOKENS = 64
 """Tokens at the end of a prompt that count as its question. The pool evaluates them twice: first to score, then with
@@ -47,7 +47,9 @@ class Before:
 
 @dataclass(slots=True)
 class Prefill:
-    """One prompt, and how many of its tokens a text has read (`done`). The other fields are arguments of `extend`."""
+    """One prompt, and how many of its tokens a text has read (`done`). step: of `prepare`. The other fields are
+    arguments of `extend`.
+    """
 
     text: Sequence
     tokens: Int32s
@@ -56,6 +58,7 @@ class Prefill:
     progress: Progress | None
     checkpoint: int | None
     done: int = 0
+    step: Step = field(init=False)
     total: int = field(init=False)
     stretches: list[int] = field(init=False)
     """Where batches of tokens and of media end."""
@@ -66,14 +69,44 @@ class Prefill:
 
     def read(self, known: Replay | None) -> None:
         """Evaluate the prompt. known: its ending, if it was read before."""
-        self.text.relevance.forget()
-        self.text.stats = ReadStats()
+        self._forget()
         if known is not None:
             self._replay(known)
         elif self.text.reading.exact:
             self._read_exactly()
         else:
             self._read_by_pool()
+
+    def _forget(self) -> None:
+        """Forget the request before."""
+        self.text.relevance.forget()
+        self.text.stats = ReadStats()
+
+    # --- one step, with other prompts
+
+    def prepare(self) -> bool:
+        """Prepare `step`, which has the whole prompt. `finish` follows once it was computed.
+
+        False if the prompt takes more steps, if its question is evaluated twice, or if it is known.
+        """
+        text, scoring, exact = self.text, self.text.scoring, self.text.reading.exact
+        fits = self.total <= min(text.n_ubatch, text.n_batch, text.table.room(text.length)) and self.tokens.min() >= 0
+        known = scoring is not None and not exact and scoring.replays.at(text.length, self.tokens) is not None
+        if not fits or known or (not exact and self._question_size() > 0):
+            return False
+        self._forget()
+        self.step = text.prepare(self.tokens, self._logits, self.after, stream=exact)
+        return self.step.view is None and (self.step.whole or not exact)
+
+    def finish(self) -> None:
+        """Count the tokens of `step`, and score the chunks."""
+        relevance = self.text.relevance
+        self._count(self.total)
+        if relevance.scoring is not None:
+            relevance.request(self.text.tokens, None, rows=None)
+            if self.text.reading.exact:
+                relevance.take(relevance.scoring.take())
+        self._report()
 
     # --- three readers
 
@@ -271,6 +304,13 @@ def extend(
         sequence.finish(sequence.prepare_answer(tokens, EVERY if output_all else LAST, after))
         return
     Prefill(sequence, tokens, output_all, after, progress, checkpoint).read(known)
+
+
+def may_share(sequence: Sequence, count: int) -> bool:
+    """Return whether a prompt of `count` tokens may share a step with other prompts, if one step is enough for it."""
+    info, config = sequence.engine.info, sequence.config
+    same_bits = config.deterministic or config.deterministic_batch  # whatever is beside
+    return 0 < count <= sequence.pool.n_ubatch // 2 and not (same_bits or info.recurrent or info.n_swa)
 
 
 def rewind_to(sequence: Sequence, length: int) -> None:

@@ -101,6 +101,40 @@ def test_the_next_turn_is_prefilled_from_where_it_was(kind: str, llama: Callable
         assert scheduler.counts.lost == 0
 
 
+@pytest.mark.parametrize("how", ["pool", "exact", "deterministic"])
+def test_short_prompts_that_wait_together_share_a_step(how: str, llama: Callable[..., Any], tokens: Tokens) -> None:
+    """Each answer is that of a lone run, and what the others say changes no bit of it. Where how many there are may
+    change no bit either, each prompt is read alone.
+    """
+    given: dict[str, Any] = {"reading": "pool" if how == "pool" else "exact", "policy": "qk", "calibrate": False}
+    prompts = [tokens[300 * i : 300 * i + 50 + i].tolist() for i in range(2 * SLOTS)]
+    steps: list[tuple[int, int]] = []
+
+    def answered(prompts: list[list[int]]) -> list[list[tuple[int, float]]]:
+        """The tokens of each answer, and how likely they were."""
+        with served(llama, **given, deterministic_batch=how == "deterministic") as scheduler:
+            engine = scheduler.model._sequence.engine  # type: ignore[attr-defined]
+            step = engine.step
+
+            def noted(count: int, *rest: Any) -> None:
+                steps.append((len(set(engine.seq[:count].tolist())), count))
+                step(count, *rest)
+
+            engine.step = noted
+            asked = [ask(scheduler, prompt, MOST, logprobs=1, ignore_eos=True) for prompt in prompts]
+            scheduler.start()
+            assert all(isinstance(one.wait(), Finished) for one in asked)
+            pieces = [[event for event in one.events if isinstance(event, Piece)] for one in asked]
+        return [[(one.token, one.logprob) for piece in mine for one in piece.logprobs] for mine in pieces]
+
+    found, others = answered(prompts[:SLOTS]), answered([prompts[0], *prompts[SLOTS + 1 :]])
+    assert next(seqs for seqs, count in steps if count > SLOTS) == (1 if how == "deterministic" else SLOTS)
+    assert len(found[0]) == MOST
+    assert found[0] == others[0]
+    wanted = lone(llama, prompts[:SLOTS], **given)
+    assert all(same([token for token, _ in mine], its) for mine, its in zip(found, wanted, strict=True))
+
+
 def resident(scheduler: Scheduler) -> list[int]:
     return [slot.model.counters()["resident"] for slot in scheduler.slots]
 

@@ -54,6 +54,7 @@ class FakeStep:
     error: Exception | None = None
     computed: bool = False
     more: bool = False
+    reads: bool = False
 
     @property
     def failed(self) -> bool:
@@ -73,12 +74,15 @@ class FakeModel:
     have not been released. synced: files that were waited for.
 
     parallel: texts at hand. together: the texts of each step that was computed for several. pending: a step waits.
-    deals: the texts with requests, and the tokens they can reach, whenever the memory was dealt.
+    deals: the texts with requests, and the tokens they can reach, whenever the memory was dealt. short: a prompt of so
+    many tokens shares a step with others.
     """
 
     n_ctx: int = 4096
     step_rows: int = 64
-    prompt_rows: int | None = None
+    prompt_rows: int = 256
+    limit: int | None = None
+    short: int = 0
     most: int = STEP
     rows: int = 1
     stateful: bool = False
@@ -110,11 +114,11 @@ class FakeModel:
     def __post_init__(self) -> None:
         self.several = self.parallel > 1 or self.first is not None
         if self.parallel > 1:
-            named = {name: getattr(self, name) for name in ("n_ctx", "stateful", "reply", "on_step", "most")}
+            named = {name: getattr(self, name) for name in ("n_ctx", "stateful", "reply", "on_step", "most", "short")}
             self.beside = [FakeModel(**named, first=self) for _ in range(1, self.parallel)]
 
     def limit_prompt_steps(self, rows: int | None) -> None:
-        self.prompt_rows = rows
+        self.limit = rows
 
     def compute(self, steps: Sequence[Any]) -> None:
         self.together.append([step.model for step in steps])
@@ -144,15 +148,22 @@ class FakeModel:
         branch: int | None,
         progress: Callable[[int, int], None],
         paused: Paused | None = None,
-    ) -> Generator[int | FakeStep]:
+    ) -> Generator[int | FakeStep | None]:
         assert not self.closed
         drawn = () if paused is None else paused.drawn
         tokens = np.concatenate([request.tokens, np.asarray(drawn, np.int32)])
         known = self.usable(tokens)
         self._cut(known)
         total = len(tokens) - known
+        if self.several and total <= self.short:
+            yield None
+            shared = FakeStep(self, False, rows=total, reads=True)
+            yield from self._waits(shared)
+            self.tokens = tokens.copy()
+            self.read_tokens += total
+            progress(total, total)
         while (start := len(self.tokens)) < len(tokens):
-            self.rows = min(self.most, self.prompt_rows or self.most, len(tokens) - start)
+            self.rows = min(self.most, self.limit or self.most, len(tokens) - start)
             self._step()
             self.tokens = tokens[: start + self.rows].copy()
             if branch is not None and start < branch <= len(self.tokens):
@@ -162,17 +173,19 @@ class FakeModel:
         self.rows = 1
         for token in [*self.reply(bytes(request.tokens.astype(np.uint8))), END][len(drawn) :]:
             if self.several:
-                step = FakeStep(self, request.answer == "exact")
-                self.pending = True
-                try:
-                    yield step
-                finally:
-                    self.pending = False
-                step.finish()
+                yield from self._waits(FakeStep(self, request.answer == "exact"))
             else:
                 self._step()
             yield token
             self.tokens = np.append(self.tokens, np.int32(token))
+
+    def _waits(self, step: FakeStep) -> Iterator[FakeStep]:
+        self.pending = True
+        try:
+            yield step
+        finally:
+            self.pending = False
+        step.finish()
 
     def pause(self, drawn: Sequence[int]) -> Paused:
         return Paused(tuple(drawn), None)

@@ -82,6 +82,75 @@ def test_answers_are_decoded_together(make: Make) -> None:
     assert max(sizes) == SLOTS
 
 
+SHORT = 50
+
+
+def short(count: int) -> list[list[int]]:
+    return [text(SHORT - i, i) for i in range(count)]
+
+
+def test_short_prompts_that_wait_together_share_a_step(make: Make) -> None:
+    """Three prompts and 40 tokens each take 41 steps of the engine, and not 43. A long one is read alone."""
+    scheduler = make(FakeModel(parallel=SLOTS, reply=spelled, short=SHORT), begin=False)
+    asked = [ask(scheduler, prompt, 40) for prompt in short(SLOTS)]
+    scheduler.start()
+    assert ends(asked) == [spelled(bytes(prompt))[:40].decode() for prompt in short(SLOTS)]
+    assert [len(step) for step in fake(scheduler).together] == [SLOTS] * 41
+    assert len(fake(scheduler).deals) >= SLOTS
+    long, others = ask(scheduler, text(300, 9), 4), [ask(scheduler, prompt[1:], 4) for prompt in short(2)]
+    assert ends([long, *others]) == [
+        spelled(bytes(prompt))[:4].decode() for prompt in (text(300, 9), *(p[1:] for p in short(2)))
+    ]
+
+
+def test_a_step_of_prompts_is_no_larger_than_the_model_takes(make: Make) -> None:
+    model = FakeModel(parallel=SLOTS, reply=spelled, short=SHORT, prompt_rows=2 * SHORT)
+    scheduler = make(model, begin=False)
+    asked = [ask(scheduler, prompt, 40) for prompt in short(SLOTS)]
+    scheduler.start()
+    assert ends(asked) == [spelled(bytes(prompt))[:40].decode() for prompt in short(SLOTS)]
+    assert [len(step) for step in model.together[:2]] == [2, SLOTS]
+
+
+@pytest.mark.parametrize("error", [DecodeError("no"), HostMemoryError("full"), RuntimeError("odd"), NotFinite("nan")])
+@pytest.mark.parametrize("who", range(SLOTS))
+def test_a_prompt_that_fails_in_a_shared_step_ends_its_own_answer(make: Make, error: Exception, who: int) -> None:
+    model = FakeModel(parallel=SLOTS, reply=spelled, short=SHORT)
+    scheduler = make(model, begin=False)
+
+    def fail() -> None:
+        victim.on_step = lambda: None
+        raise error
+
+    victim = scheduler.slots[who].model
+    assert isinstance(victim, FakeModel)
+    victim.on_step = fail
+    asked = [ask(scheduler, prompt, 40) for prompt in short(SLOTS)]
+    scheduler.start()
+    reports = [one.wait() for one in asked]
+    assert [i for i, end in enumerate(reports) if isinstance(end, Failed)] == [who]
+    assert answer(scheduler, short(SLOTS)[who], 40).tokens == tuple(spelled(bytes(short(SLOTS)[who]))[:40])
+
+
+def test_a_client_leaves_before_its_prompt_is_in_a_step(make: Make) -> None:
+    model = FakeModel(parallel=SLOTS, reply=spelled, short=SHORT)
+    scheduler = make(model, begin=False)
+    asked = [ask(scheduler, prompt, 40) for prompt in short(SLOTS)]
+    deal = model.deal
+
+    def leave(answered: Any) -> None:
+        deal(answered)
+        if len(answered) == SLOTS:
+            scheduler.cancel(asked[0].request.id)
+
+    model.deal = leave  # type: ignore[method-assign]
+    scheduler.start()
+    end = asked[0].wait()
+    assert isinstance(end, Failed)
+    assert end.code == "cancelled"
+    assert ends(asked[1:]) == [spelled(bytes(prompt))[:40].decode() for prompt in short(SLOTS)[1:]]
+
+
 def test_the_pool_is_dealt_to_those_that_are_answered(make: Make) -> None:
     """When one begins, before it reads, and when others have ended; never while a step waits."""
     scheduler = make(begin=False, clock=lambda: 0.0)
