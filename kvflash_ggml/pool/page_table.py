@@ -10,7 +10,7 @@ rest.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,42 +23,24 @@ from .residency import Chunks, Ranking
 
 
 class BlockAllocator:
-    """Hands out free blocks, in the order of `order` (0, 1, 2, ... by default).
+    """The blocks that one text may hold, in the order in which they are handed out (0, 1, 2, ... by default).
 
-    The allocator keeps the page tables and no list of free blocks: each table says which blocks it holds. So no
-    interrupt can make the two disagree, and a restored text continues in the blocks of the saved text. Tables may
-    share a block. It is free when the last of them has released it.
+    It keeps no list of free blocks: the page table says which blocks it holds. So no interrupt can make the two
+    disagree, and a restored text continues in the blocks of the saved text.
 
-    count: blocks that a text with a request can count on, whatever `order` becomes later. order: `count` blocks of
-    the pool, each once. An allocator may own a part of a pool.
+    count: blocks that a text with a request can count on, whatever `order` becomes later. order: `count` blocks of the
+    pool, each once.
     """
 
     def __init__(self, count: int, order: Sequence[int] | None = None) -> None:
         self.order = list(range(count) if order is None else order)
         assert len(set(self.order)) == len(self.order) == count, "order must name every block once"
         self.count = count
-        self._owners: list[PageTable] = []
 
-    def join(self, owner: PageTable) -> None:
-        """Count the owner's blocks as taken from now on."""
-        self._owners.append(owner)
-
-    def leave(self, owner: PageTable) -> None:
-        """Count the owner's blocks as free, unless other tables hold them too."""
-        self._owners = [other for other in self._owners if other is not owner]
-
-    def quota(self, owner: PageTable) -> int:
-        """Return the most blocks that the owner could hold: all but the blocks that only others hold."""
-        others = self._others(owner)
-        return len(self.order) - (len(others - owner.held) if others else 0)
-
-    def free(self, owner: PageTable, taken: Collection[int]) -> list[int]:
-        """Return the blocks that neither another table holds nor `taken` names, in the order they are handed out."""
-        out = self._others(owner).union(taken)
+    def free(self, taken: Iterable[int]) -> list[int]:
+        """Return the blocks that `taken` does not name, in the order they are handed out."""
+        out = set(taken)
         return [block for block in self.order if block not in out]
-
-    def _others(self, owner: PageTable) -> frozenset[int]:
-        return frozenset[int]().union(*(other.held for other in self._owners if other is not owner))
 
 
 ANY = -2
@@ -99,12 +81,6 @@ class PageTable:
         self.bounded = bounded
         self.pins: set[int] = set()
         self.layout = Layout()
-        blocks.join(self)
-
-    def close(self) -> None:
-        """Give the blocks back."""
-        self.reset()
-        self.blocks.leave(self)
 
     # --- queries
 
@@ -125,7 +101,7 @@ class PageTable:
     @property
     def quota(self) -> int:
         """The most blocks that the text can hold."""
-        return self.blocks.quota(self)
+        return len(self.blocks.order)
 
     @property
     def epoch(self) -> int:
@@ -241,7 +217,7 @@ class PageTable:
         if rebuild and ranking is not None:
             keep |= self._best(here, keep, ranking)
         missing = sorted(c for c in keep if c >= len(known) or known[c].block == ABSENT)
-        short = max(0, len(missing) - len(self.blocks.free(self, [known[c].block for c in here])))
+        short = max(0, len(missing) - len(self.blocks.free([known[c].block for c in here])))
         able = residency.victims(known, here, self.images, keep, ranking) if short else []
         if len(able) < short:
             raise PoolExhausted(
@@ -254,7 +230,7 @@ class PageTable:
         chunks = known + [Chunk() for _ in range(len(known), last + 1)]
         _evict(victims, chunks, moves)
         stay = set(here).difference(victims)
-        free = self.blocks.free(self, [chunks[c].block for c in stay])
+        free = self.blocks.free([chunks[c].block for c in stay])
         assert len(free) >= len(missing), "a text longer than the pool that holds it"
         for c, block in zip(missing, free, strict=False):
             (moves.recall if c in self.images else moves.fresh).append((c, block))
@@ -352,7 +328,7 @@ class PageTable:
             keep = self.protected_at(length) | pins
             scores = residency.known(table.scores, len(table.blocks)).tolist()
             able.sort(key=lambda c: (c not in keep, -scores[c], -table.last_use[c], -c))
-        resident, free = set(able[: self.quota]), set(self.blocks.free(self, ()))
+        resident, free = set(able[: self.quota]), set(self.blocks.order)
         blocks = table.blocks if self.bounded else self.blocks.order[: len(table.blocks)]
         return [ABSENT if c not in resident else block if block in free else ANY for c, block in enumerate(blocks)]
 
@@ -394,7 +370,7 @@ class PageTable:
 
     def _chunks_at(self, places: Sequence[int], table: PageTableState) -> list[Chunk]:
         """Return the chunks of a table in these blocks, a free block for each ANY as long as there is one."""
-        free = iter(self.blocks.free(self, places))
+        free = iter(self.blocks.free(places))
         return [
             Chunk(next(free, ABSENT) if block == ANY else block, use)
             for block, use in zip(places, table.last_use, strict=True)

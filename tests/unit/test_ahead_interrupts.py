@@ -47,7 +47,7 @@ def test_every_line(accepted: int, recurrent: bool) -> None:
         one = session(recurrent)
 
         def work(one: Sequence = one) -> None:
-            one.verify(DRAFT)
+            one.finish(one.prepare_drafts(DRAFT, None))
             accept(one, accepted)
 
         interrupted = Interrupter(k, FILES).run(work, partial(reach, one))

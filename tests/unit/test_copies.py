@@ -164,7 +164,7 @@ def test_a_garbage_collector_may_close_it_where_it_copies() -> None:
     session = make(recurrent=True, asynchronous=True)
     extend(session, text(300))
     session.checkpoints.before_step(300, wanted=True)
-    copied, worker = session.checkpoints.at(300), session.checkpoints.workers[1]
+    copied, worker = session.checkpoints.at(300), session.checkpoints.copies.workers[1]
     worker.submit(session.close).result(20)
     worker._executor.shutdown()
     assert session.engine.closed

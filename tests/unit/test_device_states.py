@@ -49,7 +49,7 @@ def test_what_is_drafted_and_rejected_has_never_been(full: bool, caplog: pytest.
             for token in (7, 8, 9):
                 sketch.write([token])
             assert engine.tokens == [*text, 7, 8, 9]
-        one.verify(np.arange(1000, 1004, dtype=np.int32))
+        one.finish(one.prepare_drafts(np.arange(1000, 1004, dtype=np.int32), None))
         accept(one, accepted)
         text += range(1000, 1000 + accepted)
         assert one.tokens.tolist() == engine.tokens == text

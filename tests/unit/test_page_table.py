@@ -22,16 +22,6 @@ from kvflash_ggml.pool.plan import ABSENT, NO_MOVES, Chunk, Moves
 from kvflash_ggml.pool.residency import Ranking
 
 
-class Holder:
-    """Holds what it is told to."""
-
-    def __init__(self, *held: int) -> None:
-        self.held = frozenset(held)
-
-
-NOBODY = Holder()
-
-
 def make(blocks: int = 8, *, sinks: int = 1, tail: int = 2, bounded: bool = True) -> PageTable:
     return PageTable(BlockAllocator(blocks), OnHost(), sinks=sinks, tail=tail, bounded=bounded)
 
@@ -69,20 +59,8 @@ def state(pager: PageTable) -> tuple[object, ...]:
 
 class TestBlocks:
     def test_hands_out_in_order(self) -> None:
-        assert BlockAllocator(3, [2, 0, 1]).free(NOBODY, ()) == [2, 0, 1]
-        assert BlockAllocator(6, [5, 4, 3, 2, 1, 0]).free(NOBODY, [4, 0, 3]) == [5, 2, 1]
-
-    def test_a_block_is_free_when_its_last_holder_lets_go(self) -> None:
-        blocks, one, other = BlockAllocator(4), Holder(0, 1), Holder(1, 2)
-        blocks.join(one)
-        blocks.join(other)
-        assert blocks.free(NOBODY, ()) == [3]
-        assert (blocks.quota(one), blocks.quota(other), blocks.quota(NOBODY)) == (3, 3, 1)
-        assert blocks.free(one, [0]) == [3]
-        blocks.leave(other)
-        assert blocks.free(NOBODY, ()) == [2, 3]
-        one.held = frozenset()
-        assert blocks.free(NOBODY, ()) == [0, 1, 2, 3]
+        assert BlockAllocator(3, [2, 0, 1]).free(()) == [2, 0, 1]
+        assert BlockAllocator(6, [5, 4, 3, 2, 1, 0]).free([4, 0, 3]) == [5, 2, 1]
 
     def test_order_must_name_every_block_once(self) -> None:
         with pytest.raises(AssertionError):

@@ -74,7 +74,7 @@ def test_looks_go_on_while_drafts_are_rejected(wrong: int, recurrent: bool) -> N
     scorer = Counted()
     one = session(scorer, recurrent=recurrent)
     while one.length < PROMPT + 400:
-        one.verify(np.full(4 + wrong, 7, np.int32))
+        one.finish(one.prepare_drafts(np.full(4 + wrong, 7, np.int32), None))
         accept(one, 4)
     assert len(scorer.seen) == 400 // 16
     one.close()
@@ -103,7 +103,9 @@ def test_drafts_leave_no_trace() -> None:
         tokens = rng.integers(0, 100, right).astype(np.int32)
         for token in tokens:
             extend(plain, token[None])
-        drafted.verify(np.concatenate([tokens, rng.integers(200, 300, 5).astype(np.int32)]))
+        drafted.finish(
+            drafted.prepare_drafts(np.concatenate([tokens, rng.integers(200, 300, 5).astype(np.int32)]), None)
+        )
         accept(drafted, right)
         done += right
         assert drafted.tokens.tolist() == plain.tokens.tolist()
@@ -171,7 +173,7 @@ def test_a_rejected_draft_is_not_read_again(recurrent: bool, read: list[int]) ->
         step(n, *rest)
 
     one.engine.step = count  # type: ignore[method-assign]
-    one.verify(np.arange(6, dtype=np.int32))
+    one.finish(one.prepare_drafts(np.arange(6, dtype=np.int32), None))
     accept(one, 2)
     assert steps == read
     assert one.length == PROMPT + 502
@@ -203,7 +205,7 @@ def test_a_failed_step_that_takes_text_along_counts_no_tokens() -> None:
 
 def test_drafts_whose_state_cannot_be_put_back_cost_text_and_not_the_session() -> None:
     one = session(Counted(), recurrent=True)
-    one.verify(np.arange(6, dtype=np.int32))
+    one.finish(one.prepare_drafts(np.arange(6, dtype=np.int32), None))
     put_back, failed = one.engine.put_state, False
 
     def fail_once(length: int, *, seq: int) -> None:

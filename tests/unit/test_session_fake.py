@@ -221,7 +221,7 @@ class SessionMachine(RuleBasedStateMachine):
         if count <= 0:
             return
         new, before = self.text(count), len(self.tokens)
-        session.verify(new)
+        session.finish(session.prepare_drafts(new, None))
         assert (session.length, session.ahead) == (before, count)
         assert max(session.store, default=-1) < before // CHUNK, "what is not accepted is kept"
         if interrupted:

@@ -131,9 +131,9 @@ def test_a_session_tells_every_change_and_the_truth() -> None:
     assert [moment.generating for moment in trace.moments] == [False] * 12 + [True] * 4
     assert trace.moments[11].length == 3000
 
-    one.verify(np.arange(8, dtype=np.int32))
+    one.finish(one.prepare_drafts(np.arange(8, dtype=np.int32), None))
     accept(one, 8)
-    one.verify(np.arange(60, dtype=np.int32))
+    one.finish(one.prepare_drafts(np.arange(60, dtype=np.int32), None))
     accept(one, 60)
     assert trace.moments[-1].generating
 
