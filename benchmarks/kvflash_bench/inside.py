@@ -52,10 +52,10 @@ def step(llm: Llama, tokens: Int32s, outputs: Any, *, stream: bool) -> None:
 def verify_and_drop(llm: Llama, tokens: Int32s) -> Int32s:
     """Verify a root and its draft in one step, keep only the root; return the likeliest token after each."""
     session = paged(llm)
-    session.verify(tokens)
+    session.finish(session.prepare_drafts(tokens, None))
     picks = session.engine.argmax(range(len(tokens)))
     llm._reader.keep(0)
-    session.accept()
+    session.settle()
     return picks
 
 

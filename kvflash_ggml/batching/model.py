@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,10 +75,8 @@ class ResidencyObserver:
             generating=generating,
         )
 
-    def _set(self, **changes: object) -> None:
-        before = self.now
-        values = {name: getattr(before, name) for name in Residency.__slots__}
-        self.now = Residency(**{**values, **changes, "number": before.number + 1})
+    def _set(self, **changes: Any) -> None:
+        self.now = replace(self.now, number=self.now.number + 1, **changes)
 
 
 @dataclass(frozen=True, slots=True)

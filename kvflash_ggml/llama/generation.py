@@ -313,7 +313,7 @@ class Generation:
             verified.node = verified.child
             verified.path.append(verified.node)
             return True
-        sequence.accept()
+        sequence.settle()
         verified.end()
         self._verified = None
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,7 +15,6 @@ from ..host.store import HostStore
 from ..pool.page_table import PageTable
 from ..state.session import Blob, Bytes
 from .copies import StateCopies
-from .worker import Worker
 
 if TYPE_CHECKING:
     from ..native.engine import Engine
@@ -33,7 +32,7 @@ class Checkpoints:
         self._most = most if engine.info.recurrent or engine.info.n_swa > 0 else 0
         # half of them along a prompt; the others for its end, where texts continue
         self._step = max(8192, 2 * n_ctx // max(1, most))
-        self._copies = StateCopies(engine, seq)
+        self.copies = StateCopies(engine, seq)
         self._states: dict[int, Blob] = {}
         self.restored: tuple[int, Blob] | None = None
         """The position and state that were put back, while no step has followed: the state need not be read again."""
@@ -52,7 +51,7 @@ class Checkpoints:
             if restored is not None and restored[0] == pos:
                 self._states[pos] = restored[1]
             else:
-                self._states[pos] = self._copies.copy()
+                self._states[pos] = self.copies.copy()
 
     def state(self) -> dict[int, Blob]:
         """Return all states by position, to be loaded later."""
@@ -69,11 +68,7 @@ class Checkpoints:
             known = restored[1] if restored is not None and restored[0] == length else self._states.get(length)
             if isinstance(known, Bytes):
                 return known
-        return self._copies.copy()
-
-    def put(self, state: Blob, end: int) -> None:
-        """Put back the state of a text that ended before position `end`. On SnapshotError there is no state."""
-        self._copies.put(state, end)
+        return self.copies.copy()
 
     def load(self, states: Mapping[int, Blob], length: int, state: Blob) -> None:
         """Take over the states of a restored text, or the newest of them. state: at its end, `length`."""
@@ -104,7 +99,7 @@ class Checkpoints:
             self._engine.clear(seq=self._seq)
             return 0
         try:
-            self.put(self._states[at], self._engine.end(at, seq=self._seq))
+            self.copies.put(self._states[at], self._engine.end(at, seq=self._seq))
             if self._engine.truncate(at, seq=self._seq):
                 return at
         except SnapshotError as err:
@@ -113,15 +108,6 @@ class Checkpoints:
         self._states.clear()
         self._engine.clear(seq=self._seq)
         return 0
-
-    @property
-    def workers(self) -> Sequence[Worker]:
-        """The workers whose threads copy."""
-        return self._copies.workers
-
-    def close(self) -> None:
-        """Wait for copies, and free their memory."""
-        self._copies.close()
 
 
 @dataclass(frozen=True, slots=True)

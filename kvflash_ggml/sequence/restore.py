@@ -144,10 +144,10 @@ def _put_state(text: Sequence, state: Blob, end: int) -> None:
     """
     if text.length:
         before, end_before = text.checkpoints.at(text.length), text.engine.end(text.length, seq=text.seq)
-        text.unfinished.work = lambda: text.checkpoints.put(before, end_before)
+        text.unfinished.work = lambda: text.checkpoints.copies.put(before, end_before)
     else:  # there is no state to go back to
         text.unfinished.work = text.clear
-    text.checkpoints.put(state, end)
+    text.checkpoints.copies.put(state, end)
 
 
 def _state_at(text: Sequence, length: int) -> Blob:

@@ -384,26 +384,16 @@ class Sequence:
         """
         return self.draft_places if self.engine.info.branches and not self.reading.answers_exactly else 0
 
-    def verify(self, tokens: Int32s, branches: Branches | None = None) -> None:
-        """Evaluate draft rows in one step that keeps the logits of each of them.
+    def prepare_drafts(self, tokens: Int32s, branches: Branches | None) -> Step:
+        """Prepare a step that verifies draft rows and keeps the logits of each of them. `finish` computes it.
 
         The tokens fit the step and `room_ahead`, and so does the room of a tree. `keep` accepts rows, which `length`
         then counts. The next change of the text settles them. Until then no draft row is saved or scored, and rejected
         rows leave no trace.
         """
-        self.finish(self.prepare_drafts(tokens, branches))
-
-    def prepare_drafts(self, tokens: Int32s, branches: Branches | None) -> Step:
-        """Prepare the step of `verify`, which `finish` computes."""
         room = len(tokens) if branches is None else branches.room
         self.begin(room)
         return self.prepare_answer(tokens, EVERY, ahead=room, branches=branches)
-
-    def accept(self) -> None:
-        """Add the accepted draft rows to the text, and drop the others."""
-        self.unfinished.settle()
-        if self.ahead:
-            self.settle()
 
     def keep(self, row: int) -> None:
         """Accept one more draft row: `length` counts it, and settling keeps it.
@@ -560,7 +550,7 @@ class Sequence:
         """Wait for all work and free everything. On a thread that scores or copies, where a garbage collector may run,
         the work of that thread comes first, and the callbacks that `outlived` returns come last.
         """
-        workers = [*self.checkpoints.workers, *(() if self.scoring is None else self.scoring.workers)]
+        workers = [*self.checkpoints.copies.workers, *(() if self.scoring is None else self.scoring.workers)]
         here = next((worker for worker in workers if worker.is_here), None)
         if here is None:
             self._close()
@@ -572,9 +562,9 @@ class Sequence:
         if self.scoring is not None:
             self.scoring.close()
         self.draft_rows, self.logits = None, NO_LOGITS
-        self.checkpoints.close()
+        self.checkpoints.copies.close()
         self.paging.clear()
-        self.table.close()
+        self.table.reset()
         self.pool.leave(self.seq)
 
     def check_open(self) -> None:

@@ -42,12 +42,12 @@ def batched(llm: Any, prompt: list[int], text: Sequence[int], *, tree: bool) -> 
         root, after = text[at], np.array(text[at + 1 : at + span], np.int32)
         draft = siblings(after) if tree else chain(after, "a test")
         rows = arranged(root, draft)
-        session.verify(rows.tokens, rows.branches if tree else None)
+        session.finish(session.prepare_drafts(rows.tokens, rows.branches if tree else None))
         path = [0, *(rows.of(node) for node in range(0, len(draft), 2 if tree else 1))]
         found.append(step_logits(llm, len(rows))[path])
         for row in path:
             session.keep(row)
-        session.accept()
+        session.settle()
     return np.concatenate(found)
 
 
@@ -143,7 +143,7 @@ def make_room(session: Any, rooms: dict[int, Room]) -> None:
         finish(step)
         if step.start in told:
             session.keep(0)
-            session.accept()
+            session.settle()
             told.pop(step.start)(step.start, 1)
 
     session.prepare_answer, session.finish = preparing, finishing
@@ -201,10 +201,10 @@ def test_queries_of_the_text_outlive_what_is_rejected_and_cut(bare: Any, tokens:
         count = int(rng.integers(1, 8))
         right = int(rng.integers(0, count + 1))
         rows = np.where(np.arange(count) < right, text[length : length + count], rng.integers(0, 4000, count))
-        session.verify(rows.astype(np.int32))
+        session.finish(session.prepare_drafts(rows.astype(np.int32), None))
         for row in range(right):
             session.keep(row)
-        session.accept()
+        session.settle()
         assert session.length == length + right
         if rng.random() < 0.1 or session.length > 880:
             cuts += 1

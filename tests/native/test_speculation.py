@@ -77,10 +77,10 @@ def test_one_row_that_is_verified_is_a_plain_step(kind: str, type_kv: int, bare:
         extend(one.session, text[:60])
     for at in range(60, 80):
         extend(plain.session, text[at : at + 1])
-        other.session.verify(text[at : at + 1])
+        other.session.finish(other.session.prepare_drafts(text[at : at + 1], None))
         other.session.keep(0)
         assert np.array_equal(plain.row(), other.row())
-        other.session.accept()
+        other.session.settle()
     assert plain.session.length == other.session.length == 80
     for one in (plain, other):
         extend(one.session, text[:8])

@@ -91,7 +91,7 @@ def accept(session: Sequence, count: int) -> None:
     """The first `count` of the tokens that were verified are of the text."""
     for row in range(count):
         session.keep(row)
-    session.accept()
+    session.settle()
 
 
 def reach(one: Sequence) -> None:
