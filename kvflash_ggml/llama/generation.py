@@ -118,7 +118,7 @@ class Generation:
     # --- the prompt
 
     def read(
-        self, tokens: list[int], *, checkpoint: int | None, going_on: bool, together: bool
+        self, tokens: list[int], checkpoint: int | None, *, going_on: bool, together: bool
     ) -> Iterator[Pending | None]:
         """Read the prompt. The next token can be drawn then.
 

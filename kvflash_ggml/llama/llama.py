@@ -373,12 +373,9 @@ class Llama(llama_cpp.Llama):
             stopping=stopping_criteria,
         )
         with nullcontext() if self._finder is None else self._finder.behind():
-            yield from answer.read(  # type: ignore[misc]  # as below
-                prompt,
-                checkpoint=self._saver.branch(ids, self.kvflash_branch) if reset else None,
-                going_on=going_on is not None,
-                together=self.kvflash_together,
-            )
+            place = self._saver.branch(ids, self.kvflash_branch) if reset else None
+            reading = answer.read(prompt, place, going_on=going_on is not None, together=self.kvflash_together)
+            yield from reading  # type: ignore[misc]  # as below
             try:
                 self._saver.keep_prefix()
                 while (token := answer.accept()) is not None:
