@@ -13,7 +13,7 @@ PAGE = REPO / "docs" / "options.md"
 if str(REPO) not in sys.path:  # run by hand; tests may be run against another package than the checkout's
     sys.path.insert(0, str(REPO))
 
-from kvflash_ggml.cli.llama_flags import ANSWERED, TAKEN  # noqa: E402
+from kvflash_ggml.cli.llama_flags import ANSWERED, SWITCHED, TAKEN  # noqa: E402
 from kvflash_ggml.cli.serve import serve  # noqa: E402
 
 BEGIN, END = "<!-- options of llama-server: scripts/options_table.py -->", "<!-- end of the options -->"
@@ -40,13 +40,13 @@ def upstream(source: Path) -> set[str]:
 def render(page: str) -> str:
     """Return the page with the table as it has to be."""
     own = {name for param in serve.params if not getattr(param, "hidden", False) for name in param.opts}
-    answers: dict[str, list[str]] = {"it is so anyway": [*TAKEN]}
+    answers: dict[str, list[str]] = {"it is so anyway": [*TAKEN, *SWITCHED]}
     for names, answer in ANSWERED.items():
         answers.setdefault(answer, []).extend(name for name in names if name not in own)
     rows = [f"| {', '.join(f'`{name}`' for name in names)} | {answer} |" for answer, names in answers.items() if names]
     before, _, rest = page.partition(BEGIN)
     after = rest.partition(END)[2]
-    head = [before + BEGIN, "| llama-server | `kvflash-run serve` says |", "| --- | --- |"]
+    head = [before + BEGIN, "| llama-server, llama-cli | `kvflash-run serve` says |", "| --- | --- |"]
     return "\n".join([*head, *rows, END + after])
 
 

@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 TAKEN = (
     "--jinja", "--metrics", "--slots", "-cb", "--cont-batching", "-kvu", "--kv-unified", "--kv-unified-per-slot",
-    "--swa-full", "--cache-prompt", "--no-context-shift", "--no-warmup", "--no-display-prompt", "--color", "-co",
+    "--swa-full", "--cache-prompt", "--no-context-shift", "--no-warmup", "--no-display-prompt", "--show-timings",
     "-kvo", "--kv-offload", "--perf", "--no-perf", "-e", "--escape", "--cache-idle-slots", "--mmproj-auto",
     "--no-mmproj", "--no-mmproj-auto", "--prefill-assistant", "--no-skip-chat-parsing", "--models-autoload",
     "--no-ui-mcp-proxy", "--no-webui-mcp-proxy", "-no-ag", "--no-agent", "--no-log-jsonl", "--log-prefix",
@@ -23,7 +23,10 @@ TAKEN = (
 )  # fmt: skip
 """They ask for what is so anyway."""
 
-_REQUEST = "each request says it, with the field"
+SWITCHED = ("--color", "-co")
+"""The same, with llama.cpp's value."""
+
+_REQUEST = "each request to kvflash-run serve says it, with the field"
 _PROXY = "put a proxy before the server (nginx, Caddy)"
 _NONE = "there is no such setting: leave it out"
 _CORES = "run it under taskset, chrt or nice"
@@ -39,6 +42,18 @@ ANSWERED: dict[tuple[str, ...], str] = {
     ("-p", "--prompt", "-f", "--file", "-bf", "--binary-file", "--image", "--audio"): (
         "it is for one answer: kvflash-run MODEL -p PROMPT"
     ),
+    ("--chat-template-file",): "it is for a server: kvflash-run serve MODEL",
+    ("--server-base",): "it asks no server: kvflash-run launch starts agents on one",
+    ("--system-prompt",): "-sys TEXT is the system message",
+    ("-sysf", "--system-prompt-file"): '--system "$(cat FILE)" takes the text of a file',
+    ("-st", "--single-turn", "-i", "--interactive", "-if", "--interactive-first"): (
+        "a prompt gets one answer, -cnv with it stays in the chat, and without a prompt a chat begins: leave it out"
+    ),
+    ("-mli", "--multiline-input"): 'in a chat """ begins and ends a message of several lines: leave it out',
+    ("--simple-io",): "where input or output is no terminal, or TERM is dumb, it is so anyway: leave it out",
+    ("--verbose-prompt", "--display-prompt"): "the prompt is not written out: leave it out",
+    ("--no-show-timings",): "-q leaves out the line with the timings",
+    ("--prompt-cache", "--prompt-cache-all", "--prompt-cache-ro"): "--snapshot FILE keeps what was read",
     ("--no-jinja",): "chats use the model's Jinja template; /completion and -no-cnv use none",
     ("--no-slots",): "/slots shows no text: give an --api-key, and only its holders see the counters",
     ("--no-cache-prompt",): f"{_REQUEST} cache_prompt",
@@ -62,8 +77,9 @@ ANSWERED: dict[tuple[str, ...], str] = {
     ("-mmu", "--mmproj-url"): "--mmproj FILE names a file that is there: kvflash-run pull OWNER/REPO:FILE.gguf gets it",
     ("--mmproj-offload", "--no-mmproj-offload", "-mmdev", "--mmproj-device", "--image-min-tokens"): _IMAGES,
     ("--image-max-tokens", "--mtmd-batch-max-tokens", "--media-path"): _IMAGES,
-    ("--video-fps", "--video-timestamp-interval", "--video-ffmpeg-dir"): _IMAGES,
+    ("--video", "--video-fps", "--video-timestamp-interval", "--video-ffmpeg-dir"): _IMAGES,
     ("-mu", "--model-url"): "files of a URL are not fetched: -hf OWNER/REPO fetches one of a hub",
+    ("-dr", "--docker-repo"): "-hf OWNER/REPO fetches a model of a hub",
     ("-hff", "--hf-file"): "-hf OWNER/REPO:FILE.gguf names the file",
     ("-hft", "--hf-token"): "set HF_TOKEN, which other users of the machine do not see",
     ("-hfd", "--hf-repo-draft", "-hfrd", "--spec-draft-hf"): (
@@ -166,6 +182,8 @@ def llama_flags(function: F) -> F:
     own = {name for param in getattr(function, "__click_params__", ()) for name in param.opts}
     for name in TAKEN:
         function = _hidden(name, is_flag=True)(function)
+    for name in SWITCHED:
+        function = _hidden(name, is_flag=False, flag_value="on", type=click.Choice(("on", "off", "auto")))(function)
     for names, answer in ANSWERED.items():
         for name in (name for name in names if name not in own):
             # its value can be missing, so that the answer comes before that complaint

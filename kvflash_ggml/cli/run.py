@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import click
 
 from .. import logs
-from ..errors import SnapshotError, SnapshotMismatch
+from ..errors import SnapshotError
 from ..files import check_writable
 from ..settings import in_section
 from ..snapshot import codec
@@ -59,7 +61,8 @@ class SessionFile:
             return
         self._there = self._path.exists()
         if self._there:
-            Container(FileSource(self._path))
+            with _another_file():
+                Container(FileSource(self._path))
         elif self._only_read:
             raise SnapshotError(f"{self._path} does not exist: leave out --snapshot-ro to have it made")
         if not self._only_read:
@@ -72,11 +75,8 @@ class SessionFile:
         if self._path is None or not self._there:
             return
         began = time.perf_counter()
-        try:
-            with busy(f"restoring {self._path}", shown=self._shows_work):
-                count = llm.load_snapshot(self._path)
-        except SnapshotMismatch as error:
-            raise SnapshotError(f"{error}: give another file with --snapshot, or delete this one") from error
+        with _another_file(), busy(f"restoring {self._path}", shown=self._shows_work):
+            count = llm.load_snapshot(self._path)
         seconds = time.perf_counter() - began
         self._tokens = _tokens(llm)
         self._restored = {"tokens": count, "seconds": round(seconds, 6)}
@@ -106,6 +106,15 @@ class SessionFile:
     def _say(self, text: str) -> None:
         if not self._quiet:
             note(text)
+
+
+@contextmanager
+def _another_file() -> Iterator[None]:
+    """Name the remedy for a file of --snapshot that cannot be used."""
+    try:
+        yield
+    except SnapshotError as error:
+        raise SnapshotError(f"{error}: give another file with --snapshot, or delete this one") from error
 
 
 def _tokens(llm: Any) -> list[int]:
@@ -220,6 +229,8 @@ def run(
             ctx.exit(say_what_goes_where(path, settings, as_json=output.as_json))
         text = read_prompt(words, asked.prompt, asked.files, use_stdin=asked.conversation is not True)
         system = as_typed(asked.system, "the system message")
+        if system is not None and system.isdecimal():
+            note(f"warning: -s is the system message here, which is {system!r} now: --seed {system} sets the seed")
         chatting = text is None or (asked.conversation is True and stdin_is_terminal())
         if chatting and asked.conversation is False:
             raise click.UsageError("-no-cnv continues a text: give a prompt, -p, -f or a pipe")

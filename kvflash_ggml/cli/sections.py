@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection
 from functools import wraps
@@ -70,12 +71,29 @@ class SectionCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click does, with a warning for a value that a later one replaces."""
+        if not ctx.resilient_parsing:
+            self._refuse_joined(ctx, args)
         given = Counter(self.make_parser(ctx).parse_args(args=[*args])[2]) if not ctx.resilient_parsing else {}
         for param, count in given.items():
             if count > 1 and isinstance(param, click.Option) and not (param.multiple or param.is_flag):
                 names = " or ".join(param.opts)
                 note(f"warning: {names} is given {count} times, and only the last one counts: leave out the others")
         return super().parse_args(ctx, args)
+
+    def _refuse_joined(self, ctx: click.Context, args: list[str]) -> None:
+        """Raise NoSuchOption for a word such as -xyz, whose end click would take for the text of -x."""
+        options = (param for param in self.params if isinstance(param, click.Option))
+        named = {name: one for one in options for name in (*one.opts, *one.secondary_opts)}
+        before: click.Option | None = None
+        for word in args:
+            if word == "--":
+                return
+            if before is not None and not before.is_flag:
+                before = None  # the word is its value
+                continue
+            before, first = named.get(word), named.get(word[:2])
+            if before is None and first is not None and not first.is_flag and re.fullmatch(r"-[a-zA-Z]{2,}", word):
+                raise click.NoSuchOption(word, ctx=ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}

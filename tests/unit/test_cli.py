@@ -346,6 +346,10 @@ def test_attention_that_missed_the_pool_is_told(cli: Stage, monkeypatch: pytest.
         ("-no-cnv -s be-brief", "leave out -no-cnv"),
         ("-f missing.txt", "missing.txt"),
         ("--wat", "--wat"),
+        ("-sbe-brief -syst", "No such option '-syst'"),
+        ("-st", "-st is llama.cpp's"),
+        ("-sysf rules.txt", '--system "$(cat FILE)"'),
+        ("--grammar root", "each request to kvflash-run serve says it"),
     ],
 )
 def test_wrong_usage_exits_2(cli: Stage, line: str, message: str) -> None:
@@ -473,6 +477,17 @@ def test_a_file_that_is_not_text(cli: Stage, tmp_path: Path) -> None:
 def test_system_message(cli: Stage) -> None:
     cli("m.gguf", "hi", "-s", "be brief")
     assert cli.request == [{"role": "system", "content": "be brief"}, user("hi")]
+
+
+def test_the_value_of_an_option_may_look_like_one(cli: Stage) -> None:
+    assert "given twice" in cli("m.gguf", "-p", "-st", "-qv", "--", "-phi").stderr
+    assert cli("m.gguf", "-p", "-st", "-n5", "--system", "-phi", "--color", "on").exit_code == 0
+    assert cli.request == [{"role": "system", "content": "-phi"}, user("-st")]
+
+
+def test_a_seed_of_llama_cli_is_told_from_a_system_message(cli: Stage) -> None:
+    assert "--seed 42 sets the seed" in cli("m.gguf", "hi", "-s", "42").stderr
+    assert "--seed" not in cli("m.gguf", "hi", "-s", "be brief").stderr
 
 
 def test_raw_completion(cli: Stage) -> None:

@@ -17,7 +17,7 @@ from support.fake_llama import Stage, staged
 
 from kvflash_ggml.batching.messages import Sampling
 from kvflash_ggml.cli import model
-from kvflash_ggml.cli.llama_flags import ANSWERED, TAKEN
+from kvflash_ggml.cli.llama_flags import ANSWERED, SWITCHED, TAKEN
 from kvflash_ggml.cli.run import run
 from kvflash_ggml.cli.serve import serve as serving
 from kvflash_ggml.config import KVFlashConfig
@@ -175,7 +175,7 @@ def test_a_template_is_given_as_text(serve: Serving, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("verb", ["serve", "run"])
 def test_what_is_so_anyway_is_taken(verb: str, serve: Serving) -> None:
-    assert serve.cli(verb, "m.gguf", *TAKEN, *(["-p", "hi"] if verb == "run" else [])).exit_code == 0
+    assert serve.cli(verb, "m.gguf", *TAKEN, *SWITCHED, *(["-p", "hi"] if verb == "run" else [])).exit_code == 0
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -194,7 +194,7 @@ def test_the_documents_have_all_of_them() -> None:
 
 
 def test_no_option_is_there_twice_and_no_answer_is_empty() -> None:
-    names = [*TAKEN, *(name for names in ANSWERED for name in names)]
+    names = [*TAKEN, *SWITCHED, *(name for names in ANSWERED for name in names)]
     assert len(names) == len({*names})
     assert all(ANSWERED.values())
 

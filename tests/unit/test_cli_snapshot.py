@@ -85,6 +85,7 @@ def test_a_file_that_is_no_snapshot_stops_the_run_before_it_begins(cli: Stage, p
     result = cli(*POOL, "hi", "--snapshot", path)
     assert result.exit_code == 1
     assert "is no snapshot" in result.stderr
+    assert "give another file with --snapshot, or delete this one" in result.stderr
     assert path.read_bytes() == content
     assert not cli.made
 
