@@ -159,7 +159,7 @@ are counted, and with a pool also the pages on their way and the captured querie
 BEYOND = """
 "Trained for" is the context length in the model's configuration. Figures beyond it are for size only.
 For a model with sliding windows the full cache is that of `swa_full=False`, which a pool implies.
-The host keeps an image of each 64-token chunk that leaves the device: at most as much memory as the full cache takes.
+The host keeps an image of each full 64-token chunk: at most as much memory as the full cache takes.
 
 ## Weights and cache
 

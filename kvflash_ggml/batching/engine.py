@@ -41,7 +41,7 @@ class Completion:
 
 
 class Engine:
-    """Answers many prompts at once on one pool. It takes a `Llama` with a pool over, and closes it.
+    """Answers many prompts at once on the pool of a `Llama`, which it closes at its end.
 
     The `Llama` decides how many answers are computed in one step: give it `kvflash=KVFlashConfig(parallel=8)`. Other
     answers wait. Nothing else may use the `Llama` meanwhile. itl_target: seconds between two tokens of an answer while

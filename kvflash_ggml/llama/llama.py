@@ -88,12 +88,12 @@ class Llama(llama_cpp.Llama):
         layers are offloaded then unless n_gpu_layers is given. rpc_trust: also servers that are neither on this machine
         nor in a private network. Whoever reaches a server controls its machine: docs/devices.md.
     device: names of the devices that hold layers, in their order, as "CUDA0"; "none" for none.
-    override_tensor: (regular expression, device); the first that is found in a tensor's name says where it goes.
-    n_cpu_moe: so many layers have their experts in host memory: those that lie there as a whole, then the first of each
-        device, in turn.
-    fit: True, or a Fit with settings, to fit the model to the devices before it is loaded: what is not given of
-        n_gpu_layers, tensor_split, n_cpu_moe, n_ubatch and n_batch, type_k and type_v, use_mmap, and the size of a pool
-        that is "auto". What is given stays as it is. `placement` says what was decided. DoesNotFit if nothing fits.
+    override_tensor: (regular expression, device) pairs; the first match in a tensor's name decides its device.
+    n_cpu_moe: number of layers with their experts in host memory: layers that are there as a whole, then the first
+        layers of each device, in turn.
+    fit: True, or a Fit, to choose before loading, as far as you leave them open: n_gpu_layers, tensor_split, n_cpu_moe,
+        n_ubatch, n_batch, type_k, type_v, use_mmap, and the size of an "auto" pool. `placement` has the choice.
+        DoesNotFit if nothing fits.
 
     `n_ctx` stays the logical context: it decides the positional encoding and the limits. The pool is separate. With a
     pool, n_ctx is the length the model was trained for if it is not given, and flash attention is on. Sliding-window
@@ -434,7 +434,7 @@ class Llama(llama_cpp.Llama):
 
     @changing
     def load_snapshot(self, path: str | Path) -> int:
-        """Go on from a file that `save_snapshot` has written; how many tokens it holds.
+        """Continue the text of a file that `save_snapshot` has written. Returns how many tokens it has.
 
         Page images are read when they are needed, so the file must stay readable; it may be replaced or deleted.
         Raises SnapshotMismatch for another model, SnapshotError for a file that is damaged, ContextFull: nothing has
@@ -457,7 +457,7 @@ class Llama(llama_cpp.Llama):
 
     @locked
     def park(self) -> SessionState:
-        """The text and its memory as a value, to be released; it stays at hand. Its page images are not copied.
+        """Return the text and its memory as a value, to be released. The text stays, and no page image is copied.
 
         Raises HostMemoryError where there is no room for what only the device holds.
         """

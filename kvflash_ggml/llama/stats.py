@@ -63,7 +63,9 @@ class PoolStats:
     length: int = _live(lambda text: text.length, "Tokens read so far.")
     chunks: int = _live(lambda text: len(text.table.chunks), "Chunks of the text read so far.")
     resident: int = _live(lambda text: text.table.resident, "Chunks that are on the device now.")
-    resident_chunks: tuple[int, ...] = _live(lambda text: text.table.resident_chunks, "Their numbers, ascending.")
+    resident_chunks: tuple[int, ...] = _live(
+        lambda text: text.table.resident_chunks, "Numbers of the chunks on the device, ascending."
+    )
     epoch: int = _live(lambda text: text.table.epoch, "Changes whenever a block changes its chunk.")
     checkpoints: tuple[int, ...] = _live(
         lambda text: tuple(sorted(text.checkpoints.state())),
@@ -74,7 +76,7 @@ class PoolStats:
         "What the newest request has lost against full attention: a copy, as it stands.",
     )
     policy: str = _live(
-        lambda text: text.policy, 'Who stays resident; "none needed" if the pool holds the whole context.'
+        lambda text: text.policy, 'Name of the policy; "none needed" if the pool holds the whole context.'
     )
     evicted_mass: float | None = _live(
         lambda text: text.events.evicted_mass,
@@ -109,7 +111,7 @@ class PoolStats:
     pool: int = _live(lambda text: text.pool.share, "Slots on the device that this text can have.")
     stateful: bool = _live(
         lambda text: text.engine.info.recurrent or text.engine.info.n_swa > 0,
-        "Is there memory that is not pooled (recurrent state, sliding windows), so that a cut needs a checkpoint?",
+        "Whether a part of the memory is not pooled (recurrent state, sliding windows): a cut needs a checkpoint.",
     )
     page_bytes: int = _live(
         lambda text: text.engine.info.page_bytes, "Bytes of one chunk's keys and values over all pooled layers."
@@ -117,7 +119,7 @@ class PoolStats:
     device_bytes: int = _live(lambda text: text.engine.info.device_bytes, "Bytes of the pool on the device; constant.")
     type_k: str = _live(lambda text: text.engine.info.type_k, 'ggml\'s name of the type of K in the pool, as "f16".')
     type_v: str = _live(lambda text: text.engine.info.type_v, 'ggml\'s name of the type of V in the pool, as "f16".')
-    pinned: bool = _live(lambda text: text.engine.info.pinned, "Are page images in page-locked memory?")
+    pinned: bool = _live(lambda text: text.engine.info.pinned, "Whether page images are in page-locked memory.")
     configured_pins: tuple[tuple[int, int], ...] = _live(
         lambda text: tuple(text.config.pins), "Ranges that the configuration names."
     )
@@ -134,7 +136,7 @@ class PoolStats:
     stage_bytes: int = _live(lambda text: text.pool.stage_bytes, "Bytes of the layer buffers on the device; constant.")
     streamed_steps: int = _live(lambda text: text.streamed_steps, "Steps that saw more of the text than was resident.")
     streamed_bytes: int = _live(
-        lambda text: text.engine.streamed_bytes, "Bytes that they have copied from page images to the device."
+        lambda text: text.engine.streamed_bytes, "Bytes that streamed steps have copied from page images to the device."
     )
 
     @property
@@ -157,7 +159,7 @@ class PoolStats:
 
     @property
     def retrieval_heads(self) -> tuple[tuple[int, int], ...] | None:
-        """(layer, head) of those that the policy asks; None if it asks all, or none."""
+        """(layer, head) pairs that the policy uses; None if it uses all heads, or none."""
         if self._finder is None or self._finder.calibration is None:
             return None
         return tuple(self._finder.calibration.chosen) or None
