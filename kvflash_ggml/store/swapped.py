@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from stat import S_ISREG
 from typing import Protocol
 
 from ..arrays import Int32s
@@ -71,10 +72,11 @@ class ConversationFolder:
         """Return the newest file of this name whose salt passes `may`, and that salt. ConfigError as in `named`."""
         stem = self._stem(name)
         paths = [self.path / f"{stem}{SUFFIX}", *self.path.glob(f"{stem}~*{SUFFIX}")]
-        salts = {path: path.stem[len(stem) + 1 :] for path in paths if path.is_file()}
+        salts = {path: path.stem[len(stem) + 1 :] for path in paths}
         own = [path for path, salt in salts.items() if may(salt)]
-        newest = max(own, key=lambda path: path.stat().st_mtime_ns, default=None)
-        return None if newest is None else (newest, salts[newest])
+        files = [(stat.st_mtime_ns, path) for path in own if (stat := file_stat(path)) and S_ISREG(stat.st_mode)]
+        newest = max(files, default=None)
+        return None if newest is None else (newest[1], salts[newest[1]])
 
     @staticmethod
     def _stem(name: str) -> str:

@@ -20,7 +20,7 @@ from ..arrays import Int32s, common_prefix
 from ..constants import CHUNK
 from ..errors import KVFlashError, SnapshotError
 from .folder import ScratchFolder
-from .shared import Draft, Head, SharedTexts
+from .shared import Draft, Head, SharedTexts, begin_of
 from .swapped import Conversation, SwappedText, SwapStore
 from .texts import new_id, usable
 
@@ -224,6 +224,8 @@ class SharedSwapStore(SwapStore):
         shared, refused = self._shared, self._refused
         head, ids = shared.search(tokens, salt=salt, known=known, numbers=numbers, refused=refused)
         gone = {id for id, number in numbers.items() if 0 < number < float("inf")} - set(ids)
+        if gone:  # a listing may miss a state that is replaced meanwhile, and the next one too
+            gone -= shared.latest(begin_of(tokens, salt)).keys()
         if head is None:
             return _Found(gone)
         if shared.rate is not None and self.read_rate is not None:

@@ -59,3 +59,17 @@ def test_a_server_may_open_many_files(few_files: int, tmp_path: Path, monkeypatc
     with pytest.raises(ConfigError), socket.socket() as sock:
         serve(FakeModel(), FakePrompts(), settings, sock, found=print, ready=print)
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (few_files, few_files)
+
+
+def test_a_file_that_another_server_deletes_meanwhile(tmp_path: Path) -> None:
+    folder = ConversationFolder(tmp_path)
+    for salt in ("", "aa", "bb"):
+        folder.named("one", salt).touch()
+    os.utime(folder.named("one", "aa"), (time.time() + 60,) * 2)
+
+    def may(salt: str) -> bool:
+        if salt == "aa":
+            folder.named("one", salt).unlink()
+        return salt != ""
+
+    assert folder.find("one", may) == (folder.named("one", "bb"), "bb")

@@ -16,7 +16,7 @@ from support.fake_objects import MemoryObjects
 
 from kvflash_ggml.cli.main import main
 from kvflash_ggml.errors import KVFlashError, SnapshotError
-from kvflash_ggml.store.objects import MAX_OBJECT, FolderObjects, TimedObjects
+from kvflash_ggml.store.objects import MAX_OBJECT, FolderObjects, Listed, TimedObjects
 from kvflash_ggml.store.shared import Draft, Head, SharedTexts, begin_of
 from kvflash_ggml.store.swapped import Conversation
 from kvflash_ggml.store.takeover import SharedSwapStore
@@ -198,4 +198,35 @@ def test_a_text_larger_than_the_disk_is_not_fetched(
         assert (searches, store.counts.taken, len(store)) == (searches, 0, 0)
     assert [line for line in caplog.messages if "it is larger than the free" in line] == [caplog.messages[0]]
     assert head.name in objects.all
+    store.close()
+
+
+def test_a_listing_that_misses_a_text_does_not_erase_it(tmp_path: Path) -> None:
+    """A folder is not listed at one moment: a state that is replaced meanwhile may be missed, and so may the next."""
+    ended = threading.Event()
+
+    class Late(MemoryObjects):
+        missed = 0
+
+        def list(self, prefix: str) -> list[Listed]:
+            found = super().list(prefix)
+            if threading.current_thread().name.startswith("kvflash-takeover") and not self.missed:
+                self.missed += 1
+                return []
+            return found
+
+    objects = Late()
+    store = store_of(objects, wake=ended.set)
+    one = Conversation(tokens=TEXT)
+    store.put(one, Parked(), 0.0)
+    assert store.store(one)
+    for there in (True, False):
+        ended.clear()
+        assert store.search(np.append(TEXT, np.int32(1)), salt="", known=len(TEXT))
+        assert ended.wait(60)
+        assert store.collect()
+        assert (one in store) == there
+        for name in [name for name in objects.all if name.startswith("heads/")]:
+            del objects.all[name]  # now it is erased
+    assert objects.missed
     store.close()
