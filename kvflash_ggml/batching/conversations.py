@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ..errors import KVFlashError
-from ..store.swapped import Conversation, ConversationFolder, SwapStore
+from ..store.swapped import Conversation, ConversationFolder, Stored, SwapStore
 from .behind import Behind
 from .messages import Access
 from .slot import Slot
@@ -87,15 +87,19 @@ class Conversations:
     def adopt(self) -> None:
         """Take over the conversations that an earlier server left in the folder."""
         adopted: dict[str, Conversation] = {}
-        for stored in self._folder.stored() if self._folder is not None else ():
+        for path, name in self._folder.stored() if self._folder is not None else ():
             try:
-                swapped = self._slots[0].model.read(stored.path)
+                swapped = self._slots[0].model.read(path)
             except (KVFlashError, OSError) as err:
-                logger.warning("%s is left alone: %s", stored.path.name, err)
+                logger.warning("%s is left alone: %s", path.name, err)
                 continue
-            stored.places = swapped.places
+            stored = Stored(path=path, places=swapped.places)
             known = Conversation(
-                id=stored.id, salt=stored.salt, tokens=swapped.tokens.copy(), prompt=stored.prompt, stored=stored
+                id=name["id"],
+                salt=name["salt"],
+                prompt=int(name["prompt"]),
+                tokens=swapped.tokens.copy(),
+                stored=stored,
             )
             swapped.release()
             if known.id in adopted:  # the earlier server was killed before it could delete this file

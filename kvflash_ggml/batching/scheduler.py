@@ -113,23 +113,17 @@ class Scheduler:
         self._wake = threading.Event()
         self.swapped: SwapStore
         self.shared: SharedSwapStore | None = None
+        memory: dict[str, Any] = {"capacity": limits.park_bytes, "write": model.write, "read": model.read}
         if shared is not None:
             self.swapped = self.shared = SharedSwapStore(
                 shared,
-                capacity=limits.park_bytes,
-                write=lambda swapped, path: model.write(swapped, path, sync=False),
-                read=model.read,
                 at_hand=lambda: [slot.conversation for slot in self.slots if slot.conversation is not None],
                 wake=self._wake.set,
                 clock=clock,
+                **memory,
             )
         else:
-            self.swapped = SwapStore(
-                capacity=limits.park_bytes,
-                folder=folder,
-                write=lambda swapped, place, sync: model.write(swapped, place.path, sync=sync),
-                read=lambda place: model.read(place.path),
-            )
+            self.swapped = SwapStore(folder=folder, **memory)
         self.counts = SlotCounts()
         self.slots = [Slot(one, self.swapped, self.counts, clock) for one in (model, *model.beside)]
         self.behind = Behind()

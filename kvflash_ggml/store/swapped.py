@@ -29,23 +29,8 @@ class Stored:
     """A conversation's file. current: whether it has the whole text. places: see `usable`."""
 
     path: Path
-    id: str
-    salt: str
-    prompt: int
-    places: Sequence[int] | None
+    places: Sequence[int] | None = None
     current: bool = True
-
-    @property
-    def bytes(self) -> int:
-        """On the disk; 0 if the file is gone."""
-        stat = file_stat(self.path)
-        return 0 if stat is None else stat.st_size
-
-    @property
-    def written(self) -> float:
-        """In seconds since 1970; 0 if the file is gone."""
-        stat = file_stat(self.path)
-        return 0.0 if stat is None else stat.st_mtime
 
 
 class ConversationFolder:
@@ -87,18 +72,15 @@ class ConversationFolder:
             )
         return name.removesuffix(SUFFIX)
 
-    def place(self, id: str, salt: str, prompt: int, *, places: Sequence[int] | None) -> Stored:
-        """Return the file for a conversation."""
-        path = self.swapped.path / f"{id}~{salt}~{prompt}{SUFFIX}"
-        return Stored(path=path, id=id, salt=salt, prompt=prompt, places=places)
+    def place(self, conversation: Conversation) -> Path:
+        """Return the file for a swapped-out conversation."""
+        return self.swapped.path / f"{conversation.id}~{conversation.salt}~{conversation.prompt}{SUFFIX}"
 
-    def stored(self) -> list[Stored]:
-        """Return the conversations in the folder, the one written longest ago first."""
-        found = [
-            Stored(path=path, id=name["id"], salt=name["salt"], prompt=int(name["prompt"]), places=None)
-            for path, name in self.swapped.files(self.swapped.path)
-        ]
-        return sorted(found, key=lambda one: one.written)
+    def stored(self) -> list[tuple[Path, re.Match[str]]]:
+        """Return the files of conversations, with the `id`, `salt` and `prompt` of each, the oldest file first."""
+        files = self.swapped.files(self.swapped.path)
+        stats = [(stat.st_mtime, path, match) for path, match in files if (stat := file_stat(path)) is not None]
+        return [(path, match) for _, path, match in sorted(stats, key=lambda one: one[:2])]
 
 
 MAX_CONVERSATIONS = 4096
@@ -172,8 +154,8 @@ class SwapCounts:
 class SwapStore:
     """Keeps swapped-out conversations. One thread uses it.
 
-    capacity: bytes in memory. folder: takes what memory has no room for; None drops that. most: conversations. read:
-    opens a file. write: writes one, and waits until it is on the disk if its last argument says so.
+    capacity: bytes in memory. folder: takes what memory has no room for; None drops that. most: conversations. read,
+    write: of the model; `write` waits until the file is on the disk if `sync` is true.
     """
 
     def __init__(
@@ -181,8 +163,8 @@ class SwapStore:
         *,
         capacity: int,
         folder: ConversationFolder | None = None,
-        write: Callable[[SwappedText, Stored, bool], None],
-        read: Callable[[Stored], SwappedText],
+        write: Callable[..., None],
+        read: Callable[[Path], SwappedText],
         most: int = MAX_CONVERSATIONS,
     ) -> None:
         self._capacity = capacity
@@ -302,14 +284,12 @@ class SwapStore:
             return False
         if conversation.swapped is None or (conversation.stored is not None and conversation.stored.current):
             return conversation.stored is not None
-        place = self._folder.place(
-            conversation.id, conversation.salt, conversation.prompt, places=conversation.swapped.places
-        )
+        place = self._folder.place(conversation)
         swapped = self._folder.swapped
         what, full = f"conversations cannot be stored in {swapped.path}", False
         while True:
             try:
-                self._write(conversation.swapped, place, sync)
+                self._write(conversation.swapped, place, sync=sync)
                 break
             except (KVFlashError, OSError) as err:
                 swapped.failed(what, err)
@@ -319,9 +299,9 @@ class SwapStore:
                     return False
         if not full:
             swapped.wrote(what)
-        if conversation.stored is not None and conversation.stored.path != place.path:
+        if conversation.stored is not None and conversation.stored.path != place:
             self.delete_file(conversation)
-        conversation.stored = place
+        conversation.stored = Stored(path=place, places=conversation.swapped.places)
         return True
 
     def _forget_file(self, swapped: SwappedText) -> bool:
@@ -329,7 +309,8 @@ class SwapStore:
         assert self._folder is not None
         able = [one for one in self._texts if one.swapped is None and one is not self._held]
         needed = swapped.tokens.nbytes + sum(dict(swapped.parts()).values())
-        stored = sum(one.stored.bytes for one in able if one.stored is not None)
+        stats = [file_stat(one.stored.path) for one in able if one.stored is not None]
+        stored = sum(stat.st_size for stat in stats if stat is not None)
         if not able or needed > self._folder.swapped.free + stored:
             return False
         self.counts.dropped += 1
@@ -341,7 +322,7 @@ class SwapStore:
         if conversation.swapped is not None:
             return conversation.swapped
         assert conversation.stored is not None
-        return self._read(conversation.stored)
+        return self._read(conversation.stored.path)
 
     def take(self, conversation: Conversation) -> None:
         """Remove a conversation that is in a slot now. Its file stays until a newer one replaces it."""

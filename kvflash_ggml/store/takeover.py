@@ -7,9 +7,9 @@ import math
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,25 +56,21 @@ class _Found:
 class SharedSwapStore(SwapStore):
     """A `SwapStore` that shares conversations with other servers. Its own are in memory.
 
-    One thread uses it; others read and write the store. write, read: of the model, by the path of a file. at_hand:
-    the conversations in slots. wake: called on another thread when something was written or found. clock: seconds.
-    more: `capacity` and `most`, see `SwapStore`.
+    One thread uses it; others read and write the store. at_hand: the conversations in slots. wake: called on another
+    thread when something was written or found. clock: seconds. more: see `SwapStore`; there is no folder.
     """
 
     def __init__(
         self,
         shared: SharedTexts,
         *,
-        write: Callable[[SwappedText, Path], None],
-        read: Callable[[Path], SwappedText],
         at_hand: Callable[[], Iterable[Conversation]],
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         **more: Any,
     ) -> None:
-        super().__init__(write=lambda swapped, place, sync: None, read=lambda place: read(place.path), **more)
+        super().__init__(**more)
         self._shared = shared
-        self._to_file, self._from_file = write, read
         self._at_hand = at_hand
         self._wake = wake
         self._clock = clock
@@ -133,9 +129,13 @@ class SharedSwapStore(SwapStore):
         )  # fmt: skip
 
     def _publish(self, draft: Draft, swapped: SwappedText) -> Head:
-        with self._shared.announced(draft), self._file() as path:
-            self._to_file(swapped, path)
-            return self._shared.publish(draft, path)
+        path = self._new_path()
+        try:
+            with self._shared.announced(draft):
+                self._write(swapped, path, sync=False)
+                return self._shared.publish(draft, path)
+        finally:
+            path.unlink(missing_ok=True)
 
     def _finish(self, conversation: Conversation) -> None:
         """Wait until a conversation is written as it was offered last, unless the store fails."""
@@ -283,7 +283,7 @@ class SharedSwapStore(SwapStore):
     def _take_over(self, head: Head, path: Path) -> None:
         """Add a text of the store. path: its file, which is deleted."""
         try:
-            swapped = self._from_file(path)
+            swapped = self._read(path)
         except (KVFlashError, OSError) as err:
             self._refused.add(head.name)
             logger.warning("%s of the store is read again: %s", head.name, err)
@@ -377,18 +377,8 @@ class SharedSwapStore(SwapStore):
         self._writer.shutdown()
         self._scratch.close()
 
-    # --- files
-
     def _new_path(self) -> Path:
         return Path(self._scratch.path, f"{secrets.token_hex(8)}.kvs")
-
-    @contextmanager
-    def _file(self) -> Iterator[Path]:
-        path = self._new_path()
-        try:
-            yield path
-        finally:
-            path.unlink(missing_ok=True)
 
 
 def _begins(beginning: Int32s, tokens: Int32s) -> bool:

@@ -614,7 +614,7 @@ def parking() -> Iterator[Callable[..., SharedSwapStore]]:
     made: list[SharedSwapStore] = []
 
     def make(objects: Objects, **settings: Any) -> SharedSwapStore:
-        def write(swapped: Any, path: Path) -> None:
+        def write(swapped: Any, path: Path, *, sync: bool) -> None:
             path.write_bytes(swapped.tokens.tobytes())
 
         settings = {"capacity": 1 << 30, "read": None, "at_hand": list, "wake": lambda: None, **settings}

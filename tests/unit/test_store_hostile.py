@@ -60,7 +60,7 @@ class Parked:
 def store_of(objects: MemoryObjects, **settings: Any) -> SharedSwapStore:
     return SharedSwapStore(
         SharedTexts(objects), capacity=1 << 30, at_hand=list, read=lambda path: Parked(),
-        write=lambda swapped, path: path.write_bytes(swapped.tokens.tobytes()),
+        write=lambda swapped, path, sync: path.write_bytes(swapped.tokens.tobytes()),
         **{"wake": lambda: None, **settings},
     )  # fmt: skip
 
