@@ -105,7 +105,7 @@ class Conversations:
             if known.id in adopted:  # the earlier server was killed before it could delete this file
                 self._store.erase(adopted[known.id])
             adopted[known.id] = known
-            self._store.add(known)
+            self._store.add(known, salt=known.salt)
 
     def swap_out(self, id: str, access: Access) -> bool:
         """Put a conversation aside; False if it is not known."""

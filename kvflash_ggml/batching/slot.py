@@ -274,7 +274,8 @@ class Slot:
             else:
                 self.counts.forks += 1
                 self.model.unpin()
-                self._store.touch(found, self._clock())
+                found.used = self._clock()
+                self._store.touch(found)
                 found = _named(request)
         found.name, found.prompt, found.used = request.conversation or found.name, len(request.tokens), self._clock()
         self.conversation, self._private = found, False

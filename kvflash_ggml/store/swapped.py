@@ -151,11 +151,11 @@ class SwapCounts:
     copied: int = 0
 
 
-class SwapStore:
-    """Keeps swapped-out conversations. One thread uses it.
+class SwapStore(Texts[Conversation]):
+    """The index of swapped-out conversations, which evicts them. One thread uses it.
 
-    capacity: bytes in memory. folder: takes what memory has no room for; None drops that. most: conversations. read,
-    write: of the model; `write` waits until the file is on the disk if `sync` is true.
+    capacity: bytes in memory. folder: takes what memory has no room for; None drops that. read, write: of the model;
+    `write` waits until the file is on the disk if `sync` is true.
     """
 
     def __init__(
@@ -165,68 +165,39 @@ class SwapStore:
         folder: ConversationFolder | None = None,
         write: Callable[..., None],
         read: Callable[[Path], SwappedText],
-        most: int = MAX_CONVERSATIONS,
     ) -> None:
+        super().__init__()
         self._capacity = capacity
         self._folder = folder
         self._write = write
         self._read = read
-        self._most = most
-        self._texts = Texts[Conversation]()
         self.counts = SwapCounts()
         self._held: Conversation | None = None
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    def __iter__(self) -> Iterator[Conversation]:
-        return iter(self._texts)
-
-    def __contains__(self, conversation: Conversation) -> bool:
-        return conversation in self._texts
-
-    @property
-    def size(self) -> int:
-        """Bytes in memory. Shared parts count once; of a conversation in the folder, the tokens count."""
-        return self._texts.size
 
     def find(self, tokens: Int32s, *, salt: str, name: str | None) -> tuple[Conversation | None, int]:
         """Return the conversation that saves most tokens of a prompt, and how many; None and 0 without.
 
         Of equals, one of this name, then the one used last.
         """
-        best, most = None, (0, False, 0.0)
-        for found in self._texts.alike(tokens, salt=salt):
+        best, highest = None, (0, False, 0.0)
+        for found in self.alike(tokens, salt=salt):
             length = found.usable(tokens)
             key = (length, name is not None and found.name == name, found.used)
-            if length and key > most:
-                best, most = found, key
-        return best, most[0]
-
-    def nearest(self, tokens: Int32s, *, salt: str) -> tuple[int, int]:
-        """See `Texts.nearest`."""
-        return self._texts.nearest(tokens, salt=salt)
+            if length and key > highest:
+                best, highest = found, key
+        return best, highest[0]
 
     def put(self, conversation: Conversation, swapped: SwappedText, now: float) -> None:
         """Add a conversation that was swapped out, and evict others if there is no room. Takes over `swapped`."""
-        if conversation in self._texts:
+        if conversation in self:
             self.take(conversation)
         self._insert(conversation, swapped, now)
         self.make_room()
 
     def _insert(self, conversation: Conversation, swapped: SwappedText, now: float) -> None:
         conversation.tokens, conversation.swapped, conversation.used = swapped.tokens, swapped, now
-        self.add(conversation)
-        self._texts.add_parts(conversation, swapped.parts())
-
-    def add(self, conversation: Conversation) -> None:
-        """Add a conversation that has a file."""
-        self._texts.add(conversation, salt=conversation.salt)
-
-    def touch(self, conversation: Conversation, now: float) -> None:
-        """Make a conversation the most recently used one: another one has continued it."""
-        conversation.used = now
-        self._texts.touch(conversation)
+        self.add(conversation, salt=conversation.salt)
+        self.add_parts(conversation, swapped.parts())
 
     @contextmanager
     def holding(self, conversation: Conversation) -> Iterator[None]:
@@ -242,37 +213,34 @@ class SwapStore:
         """Evict until memory and the number of conversations are within their bounds."""
         if self._held is not None:
             return
-        while self._texts.size > self._capacity and self.evict():
+        while self.size > self._capacity and self.evict():
             pass
-        while len(self._texts) > self._most:
+        while len(self) > MAX_CONVERSATIONS:
             self.counts.dropped += 1
-            self.drop(next(iter(self._texts)))
+            self.drop(next(iter(self)))
 
     def evict(self, *, held: bool = False) -> bool:
         """Evict a conversation from memory, least recently used first; False if there is none.
 
         held: if need be, one that is being swapped in.
         """
-        able = [one for one in self._texts if one.swapped is not None and (held or one is not self._held)]
+        able = [one for one in self if one.swapped is not None and (held or one is not self._held)]
         if not able:
             return False
         able.sort(key=lambda one: one is self._held)
         first = self._first(able)
-        if self.store(first, sync=False):  # a request waits for the room
-            self._leave_memory(first)
-            self.counts.stored += 1
+        stored = self.store(first, sync=False)  # a request waits for the room
+        self.counts.stored += stored
+        self.counts.dropped += not stored
+        if stored and first.stored is not None:
+            self._release(first)
         else:
-            self.counts.dropped += 1
             self.drop(first)
         return True
 
     def _first(self, able: list[Conversation]) -> Conversation:
         """Return the conversation to evict, of these, least recently used first."""
         return able[0]
-
-    def _leave_memory(self, conversation: Conversation) -> None:
-        """Release the memory of a conversation that is stored."""
-        self._release(conversation)
 
     def store(self, conversation: Conversation, *, sync: bool = True) -> bool:
         """Write a conversation to the folder, unless it is there; False if it cannot be written, or without a folder.
@@ -307,7 +275,7 @@ class SwapStore:
     def _forget_file(self, swapped: SwappedText) -> bool:
         """Delete the least recently used of those that are only in the folder; False if all of them make no room."""
         assert self._folder is not None
-        able = [one for one in self._texts if one.swapped is None and one is not self._held]
+        able = [one for one in self if one.swapped is None and one is not self._held]
         needed = swapped.tokens.nbytes + sum(dict(swapped.parts()).values())
         stats = [file_stat(one.stored.path) for one in able if one.stored is not None]
         stored = sum(stat.st_size for stat in stats if stat is not None)
@@ -326,14 +294,14 @@ class SwapStore:
 
     def take(self, conversation: Conversation) -> None:
         """Remove a conversation that is in a slot now. Its file stays until a newer one replaces it."""
-        self._remove(conversation)
+        self.remove(conversation)
         if conversation.stored is not None:
             conversation.stored.current = False
 
     def erase(self, conversation: Conversation) -> None:
         """Forget a conversation, its file too. If that fails, it stays and can be erased again."""
         self.delete_file(conversation)
-        self._remove(conversation)
+        self.remove(conversation)
 
     def drop(self, conversation: Conversation) -> None:
         """Forget a conversation for want of room."""
@@ -356,15 +324,16 @@ class SwapStore:
     def _release(self, conversation: Conversation) -> None:
         swapped, conversation.swapped = conversation.swapped, None
         if swapped is not None:
-            self._texts.drop_parts(conversation)
+            self.drop_parts(conversation)
             swapped.release()
 
-    def _remove(self, conversation: Conversation) -> None:
+    def remove(self, conversation: Conversation) -> None:
+        """Remove a conversation, and release its memory."""
         self._release(conversation)
-        self._texts.remove(conversation)
+        super().remove(conversation)
 
     def close(self) -> None:
         """Store what the folder lacks, and release everything."""
         for conversation in self:
             self.store(conversation)
-            self._remove(conversation)
+            self.remove(conversation)

@@ -209,7 +209,7 @@ class SharedSwapStore(SwapStore):
         key = salt, tokens.tobytes()
         if key not in self._searches:
             numbers = dict[str, float]()
-            for one in [*self._at_hand(), *self._texts.alike(tokens, salt=salt)]:
+            for one in [*self._at_hand(), *self.alike(tokens, salt=salt)]:
                 id = one.id if one.head is None else one.head.id
                 busy = one in self._writing
                 numbers[id] = float("inf") if busy else 0 if one.head is None else one.head.number
@@ -290,7 +290,7 @@ class SharedSwapStore(SwapStore):
             return
         finally:
             path.unlink(missing_ok=True)  # what was opened stays readable
-        here = [*self._at_hand(), *self._texts]
+        here = [*self._at_hand(), *self]
         mine = [one for one in here if one.head is not None and one.head.id == head.id]
         other = not np.array_equal(swapped.tokens, head.tokens)
         if other or any(one.head is not None and one.head.number >= head.number for one in mine):
@@ -301,7 +301,7 @@ class SharedSwapStore(SwapStore):
             return
         for one in mine:
             one.head, one.stale = None, True
-            if one in self._texts and _begins(one.tokens, head.tokens):
+            if one in self and _begins(one.tokens, head.tokens):
                 self.drop(one)
         if head.made != self._shared.made:
             logger.info("a text of %s goes on, on %s: up to rounding", head.made or "?", self._shared.made or "?")
@@ -311,7 +311,7 @@ class SharedSwapStore(SwapStore):
         self.counts.taken += 1
 
     def put(self, conversation: Conversation, swapped: SwappedText, now: float) -> None:
-        alike = self._texts.alike(swapped.tokens, salt=conversation.salt)
+        alike = self.alike(swapped.tokens, salt=conversation.salt)
         if conversation.stale and any(_begins(swapped.tokens, one.tokens) for one in alike if one is not conversation):
             swapped.release()  # this server has the continuation of another one
         else:
@@ -330,13 +330,10 @@ class SharedSwapStore(SwapStore):
     def _first(self, able: list[Conversation]) -> Conversation:
         return next((one for one in able if self._is_written(one) and one is not self._held), able[0])
 
-    def _leave_memory(self, conversation: Conversation) -> None:
-        self.drop(conversation)
-
     def drop(self, conversation: Conversation) -> None:
         """Forget a conversation here; the store keeps it."""
         self._unqueue(conversation)
-        self._remove(conversation)
+        self.remove(conversation)
 
     def spoil(self, conversation: Conversation) -> None:
         self._unqueue(conversation)
@@ -360,7 +357,7 @@ class SharedSwapStore(SwapStore):
 
     def _forget_erased(self, tokens: Int32s, salt: str, gone: Collection[str]) -> None:
         """Drop texts like `tokens` that a client has erased from the store."""
-        for one in list(self._texts.alike(tokens, salt=salt)):
+        for one in list(self.alike(tokens, salt=salt)):
             if self._is_written(one) and one.head is not None and one.head.id in gone and one is not self._held:
                 self.drop(one)
 

@@ -49,7 +49,7 @@ class Texts(Generic[T]):
         self._begins.setdefault(begin, []).append(text)
         self.size += text.tokens.nbytes
 
-    def remove(self, text: T) -> None:
+    def remove(self, text: T, /) -> None:
         """Remove a text and its parts."""
         self.drop_parts(text)
         begin = self._all.pop(text)
