@@ -18,14 +18,14 @@ import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import RLock
 from typing import TypeVar
 
 from ..errors import HostMemoryError, SnapshotError
 from . import slabs
-from .image import NOWHERE, AllLeased, Lease, Leases, PageImage, Read, Readers
+from .image import NOWHERE, READERS, AllLeased, Lease, Leases, PageImage, Read
 from .slabs import HandOver, HostMemory, Slabs, SpillFile
 
 T = TypeVar("T")
@@ -184,7 +184,7 @@ class PageHeap:
                 lease.pages.add(page)
             elif page.place != NOWHERE:
                 data = bytearray(self.page_bytes)
-                self._read_back(page, memoryview(data))
+                self._spilled.read(page.place, memoryview(data))
                 return bytes(data)
         try:
             if lease.pages:
@@ -253,9 +253,12 @@ class PageHeap:
 
     def _bring(self, lease: Lease) -> list[int]:
         """Bring the first pages of the lease to memory, as many as fit together, but `lease.least` at the least."""
-        readers = Readers()
-        reads: list[Future[None]] = []
         count = self._pin_present(lease)
+        if count == len(lease.wanted):
+            return [page.address for page in lease.wanted]
+        # several threads read images while memory for the next ones is made
+        readers = ThreadPoolExecutor(READERS, thread_name_prefix="kvflash-load")
+        reads: list[Future[None]] = []
         try:
             for page in lease.wanted[count:]:
                 try:
@@ -269,7 +272,7 @@ class PageHeap:
                 if read is not None:
                     reads.append(read)
         finally:
-            readers.end()
+            readers.shutdown()
             with self._lock:
                 self._end_reads()
         for read in reads:
@@ -289,7 +292,7 @@ class PageHeap:
                 count += 1
         return count
 
-    def _pin(self, page: PageImage, lease: Lease, readers: Readers) -> Future[None] | None:
+    def _pin(self, page: PageImage, lease: Lease, readers: Executor) -> Future[None] | None:
         """Bring a page to memory, where it stays for the lease, or begin to read it from its source."""
         if page in lease.pages:
             return None
@@ -309,7 +312,7 @@ class PageHeap:
                 self._slabs.give_back(address)
             elif page.place != NOWHERE:
                 try:
-                    self._read_back(page, image)
+                    self._spilled.read(page.place, image)
                 except BaseException:
                     self._slabs.give_back(address)
                     raise
@@ -320,7 +323,7 @@ class PageHeap:
                 page.fresh = False
             else:
                 assert page.source is not None, "a page without bytes"
-                read = readers.begin(page.source, image)
+                read = readers.submit(page.source.read_into, image)
                 self._reads.append(Read(page, address, read))
                 return read
         return None
@@ -412,11 +415,11 @@ class PageHeap:
         self._unload(page)
         return self._slabs.take()
 
-    def _read_back(self, page: PageImage, image: memoryview) -> None:
-        assert self._spill is not None
-        self._spill.read(page.place, image)
-
     def _free_place(self, page: PageImage) -> None:
-        assert self._spill is not None
         place, page.place = page.place, NOWHERE
-        self._spill.give_back(place)
+        self._spilled.give_back(place)
+
+    @property
+    def _spilled(self) -> SpillFile:
+        assert self._spill is not None, "a page has a place in it"
+        return self._spill

@@ -1,10 +1,10 @@
-"""One page image, wherever it is; and a reader of several image files at a time."""
+"""One page image, wherever it is, and leases of images."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from threading import get_ident
 from types import TracebackType
 from typing import NamedTuple, Protocol
@@ -53,24 +53,6 @@ class Read(NamedTuple):
     page: PageImage
     address: int
     done: Future[None]
-
-
-class Readers:
-    """Threads that read images while memory for the next ones is made."""
-
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None  # few leases need any
-
-    def begin(self, source: PageSource, image: memoryview) -> Future[None]:
-        """Fill `image` on a thread."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="kvflash-load")
-        return self._pool.submit(source.read_into, image)
-
-    def end(self) -> None:
-        """Wait for all reads."""
-        if self._pool is not None:
-            self._pool.shutdown()
 
 
 class AllLeased(HostMemoryError):

@@ -22,7 +22,7 @@ from ..files import replacing
 from ..host.heap import PageHeap
 from ..host.image import PageImage
 from ..pool.page_table import ANY, PageTableState
-from ..snapshot import format
+from ..snapshot import format, inspect
 from ..snapshot.container import VERSION, Container, FileSource, StoredPage, Writer
 from ..snapshot.fingerprint import Fingerprint
 from ..state.session import Bytes, Limits, PolicyState, SessionState, Statistics, done
@@ -117,15 +117,10 @@ class DiskTier:
 
     def discard_damaged(self, paths: Iterable[Path]) -> None:
         """Read each file of this folder to its end, and delete it if it is damaged, so that it is written again."""
-        image = memoryview(bytearray(self._heap.page_bytes))
         for path in paths:
             if path.parent == self._folder:
                 with contextlib.suppress(SnapshotError), self._blaming(path):
-                    container = Container(FileSource(path))
-                    for section in container.sections:
-                        section.read()
-                    for page in container.pages("pages", self._heap.page_bytes):
-                        page.read_into(image)
+                    inspect.verify(path)
 
     def _read(self, found: PrefixMatch, tokens: Int32s, fresh: PolicyState | None) -> SessionState:
         pages, statistics, whole = self._read_segments(found, chunk_names(self._root, tokens))
