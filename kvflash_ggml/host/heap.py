@@ -49,9 +49,10 @@ class PageHeap:
         self.page_bytes = page_bytes
         self.limit = limit
         self._memory = memory
-        self._most = None if limit is None else limit // page_bytes
+        self.most = None if limit is None else limit // page_bytes
+        """Images that fit in memory at the same time; None without a ceiling."""
         self._spill = None if spill is None else SpillFile(spill, page_bytes)
-        self._slabs = Slabs(memory, page_bytes, self._most)
+        self._slabs = Slabs(memory, page_bytes, self.most)
         self._pages: OrderedDict[PageImage, None] = OrderedDict()  # in memory, the longest-waiting first
         self._orphans: list[PageImage] = []  # pages without a holder, discarded when their leases end
         self._leases = Leases()
@@ -89,14 +90,9 @@ class PageHeap:
         """Whether pages that leave memory go to a file. False while its disk is full."""
         return self._spill is not None and not self._spill.full
 
-    @property
-    def most(self) -> int | None:
-        """Images that fit in memory at the same time; None without a ceiling."""
-        return self._most
-
     def fitting(self, pages: Sequence[T]) -> Iterator[Sequence[T]]:
         """Yield the pages in groups whose images fit in memory at the same time."""
-        size = max(1, len(pages) if self._most is None else min(len(pages), self._most))
+        size = max(1, len(pages) if self.most is None else min(len(pages), self.most))
         for at in range(0, len(pages), size):
             yield pages[at : at + size]
 
@@ -347,7 +343,7 @@ class PageHeap:
             page, wanted = read.page, read.page.holders or read.page in self._leases
             if wanted and not page.address and read.done.exception() is None:
                 self._loaded(page, read.address)
-                if self._most is None:  # it stays in memory, and its file can be closed
+                if self.most is None:  # it stays in memory, and its file can be closed
                     page.source = None
             else:
                 self._slabs.give_back(read.address)

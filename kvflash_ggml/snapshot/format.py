@@ -55,6 +55,14 @@ def fact(container: Container, name: str, kind: type) -> Any:
     return value
 
 
+def _parts(container: Container, name: str, most: int) -> list[Container]:
+    """Return the parts of which a list of facts tells. SnapshotError if that is none, or has more than `most`."""
+    facts = container.facts.get(name, [])
+    if not isinstance(facts, list) or len(facts) > most or not all(isinstance(one, dict) for one in facts):
+        raise container.contradiction(name)
+    return [container.part(f"{name} {number} ", one) for number, one in enumerate(facts)]
+
+
 # --- the page table
 
 
@@ -69,9 +77,9 @@ def ledger_rows(table: PageTableState) -> npt.NDArray[np.void]:
     rows["block"] = table.blocks
     rows["last_use"] = table.last_use
     if table.scores is not None:
-        known = min(len(table.scores), len(rows))
-        rows["scored"][:known] = 1
-        rows["score"][:known] = table.scores[:known]
+        scored = min(len(table.scores), len(rows))
+        rows["scored"][:scored] = 1
+        rows["score"][:scored] = table.scores[:scored]
     return rows
 
 
@@ -127,14 +135,6 @@ def write_replays(writer: Writer, found: Sequence[Replay]) -> list[dict[str, Any
     return facts
 
 
-def read_replays(container: Container, policy: dict[str, Any], length: int) -> list[Replay]:
-    """Return those of a text of `length` tokens. SnapshotError if they are impossible."""
-    facts = policy.get(FOUND, [])
-    if not isinstance(facts, list) or len(facts) > MAX_FOUND or not all(isinstance(one, dict) for one in facts):
-        raise container.contradiction(FOUND)
-    return [_read_replay(container.part(f"{FOUND} {number} ", one), length) for number, one in enumerate(facts)]
-
-
 def _read_replay(part: Container, length: int) -> Replay:
     start = count(part, "start", most=length)
     tokens = part.section("tokens").array("<i4", most=MAX_TOKENS).astype(np.int32, copy=False)
@@ -168,26 +168,16 @@ def write_drafts(writer: Writer, saved: Sequence[SavedDraft]) -> list[dict[str, 
     return facts
 
 
-def read_drafts(container: Container, length: int) -> list[SavedDraft]:
-    """Return those of a text of `length` tokens. SnapshotError if they are impossible.
-
-    Their sections are read when a drafter uses them.
-    """
-    facts = container.facts.get(SPECULATION, [])
-    if not isinstance(facts, list) or len(facts) > MAX_DRAFTS or not all(isinstance(one, dict) for one in facts):
-        raise container.contradiction(SPECULATION)
-    return [_read_draft(container.part(f"{SPECULATION} {number} ", one), length) for number, one in enumerate(facts)]
-
-
 def _read_draft(part: Container, length: int) -> SavedDraft:
-    told = count(part, "length", most=length)
-    end = count(part, "end", most=told)
+    """Return the draft of a text of `length` tokens. Its sections are read when a drafter uses them."""
+    drafted = count(part, "length", most=length)
+    end = count(part, "end", most=drafted)
     types = fact(part, "types", list)
     if [type(x) for x in types] != [int, int]:
         raise part.contradiction("types")
     name, model, window = fact(part, "name", str), fact(part, "model", str), count(part, "window")
     return SavedDraft(
-        origin=Origin(name, model, window, (types[0], types[1])), length=told, first=count(part, "first", most=end),
+        origin=Origin(name, model, window, (types[0], types[1])), length=drafted, first=count(part, "first", most=end),
         end=end, context=part.section("context"), rows=part.section("rows"),
     )  # fmt: skip
 
@@ -267,7 +257,7 @@ def read(container: Container, fingerprint: Fingerprint, heap: PageHeap, limits:
         saved.policy.statistics = _beside(read_rows)
     if saved.policy is not None and container.facts.get("drafter") is not None:
         saved.policy.reader = _read_reader(container, saved.length)
-    saved.drafts = read_drafts(container, saved.length)
+    saved.drafts = [_read_draft(part, saved.length) for part in _parts(container, SPECULATION, MAX_DRAFTS)]
     return saved
 
 
@@ -385,7 +375,7 @@ def _policy(container: Container, length: int) -> PolicyState | None:
     return PolicyState(
         name=facts["name"], tau=count(part, "tau", least=1), since_look=since_look, since_reselect=since_reselect,
         due=due, looks=[_look(part, i, length // CHUNK) for i in range(count(part, "looks", most=MAX_LOOKS))],
-        statistics=done(None), found=read_replays(container, facts, length),
+        statistics=done(None), found=[_read_replay(one, length) for one in _parts(part, FOUND, MAX_FOUND)],
     )  # fmt: skip
 
 

@@ -10,6 +10,8 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -150,12 +152,9 @@ class DiskTier:
         pages: list[StoredPage] = []
         parts: list[Statistics] = []
         whole: list[npt.NDArray[np.bool_]] = []
-        while len(pages) < len(found.segments):
-            at = len(pages)
-            entry, first = found.segments[at]
-            last = first
-            while at + last - first < len(found.segments) and found.segments[at + last - first][0] == entry:
-                last += 1
+        for entry, group in groupby(found.segments, key=itemgetter(0)):
+            at, places = len(pages), [place for _, place in group]
+            first, last = places[0], places[-1] + 1
             with self._blaming(entry.path):
                 container = self._open(entry)
                 held = container.section("names").read()[first * NAME_BYTES : last * NAME_BYTES]
@@ -265,11 +264,10 @@ class DiskTier:
         for _ in range(2 * (full // MAX_CHUNKS + 2)):
             by_parent = self._by_parent()
             covered = self._cover(names, by_parent)
-            known = len(covered)
-            if known == full:
+            first, short = len(covered), list[Entry]()
+            if first == full:
                 return True
-            last = min(known + MAX_CHUNKS, full)
-            first, short = known, list[Entry]()
+            last = min(first + MAX_CHUNKS, full)
             # rewrite segments that are no larger than what follows, together with it: else a text that grows by a few
             # chunks at a time ends in thousands of files. A segment that other texts continue stays
             while first and covered[first - 1][1] + 1 == covered[first - 1][0].count <= min(

@@ -230,3 +230,26 @@ def test_a_listing_that_misses_a_text_does_not_erase_it(tmp_path: Path) -> None:
             del objects.all[name]  # now it is erased
     assert objects.missed
     store.close()
+
+
+def test_a_text_that_is_erased_while_it_is_fetched_does_not_come_back(tmp_path: Path) -> None:
+    goes_on, fetches, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def before(what: str, name: str) -> None:
+        if what == "get" and name.startswith("blocks/"):
+            fetches.set()
+            assert goes_on.wait(60)
+
+    objects = MemoryObjects(before)
+    store = store_of(objects, wake=ended.set)
+    one = Conversation(tokens=TEXT[:300])  # this server has the text as it was before another one went on with it
+    one.head = publish(SharedTexts(objects), tmp_path / "out", TEXT[:300])
+    publish(SharedTexts(objects), tmp_path / "out", TEXT, base=one.head)
+    assert store.search(np.append(TEXT, np.int32(1)), salt="", known=0)
+    assert fetches.wait(60)
+    store.delete_file(one)
+    goes_on.set()
+    assert ended.wait(60)
+    assert store.collect()
+    assert len(store) == 0
+    store.close()
