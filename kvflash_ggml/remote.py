@@ -72,9 +72,9 @@ def find(text: str, *, trust: bool = False) -> Endpoint:
 def find_all(texts: Sequence[str], *, trust: bool = False) -> list[Endpoint]:
     """The same of several servers. ConfigError if one of them is named twice."""
     found = [find(text, trust=trust) for text in texts]
-    known: dict[str, Endpoint] = {}
+    seen: dict[str, Endpoint] = {}
     for endpoint in found:
-        if (other := known.setdefault(str(endpoint), endpoint)) is not endpoint:
+        if (other := seen.setdefault(str(endpoint), endpoint)) is not endpoint:
             raise ConfigError(f"rpc names one server twice: {other.text} and {endpoint.text}")
     return found
 

@@ -330,9 +330,9 @@ class Scheduler:
         request = job.request
         if self.shared is None or job.fetching is not None or job.begun or not request.reuse:
             return False
-        known = max(slot.gain(request) for slot in self.slots)
+        cached = max(slot.gain(request) for slot in self.slots)
         _, length = self.shared.find(request.tokens, salt=request.salt, name=request.conversation)
-        job.fetching = self.shared.search(request.tokens, salt=request.salt, known=max(known, length))
+        job.fetching = self.shared.search(request.tokens, salt=request.salt, cached=max(cached, length))
         if job.fetching is not None:
             self._aside.append(job)
         return job.fetching is not None

@@ -281,14 +281,14 @@ class TimedObjects:
 
     def _undo(self, name: str) -> None:
         """Delete what was created after its caller was told that it failed: an erased text must not come back."""
-        told = False
+        warned = False
         while True:
             try:
                 return self._objects.delete(name)
             except OSError as err:
-                if not told:
+                if not warned:
                     logger.warning("%s: %s was written too late, and cannot be deleted yet: %s", self._name, name, err)
-                told = True
+                warned = True
             time.sleep(self._rest_s)
 
 

@@ -75,7 +75,7 @@ class MemoryTier:
 
         stateful: a session can be continued only from its end and from its checkpoints.
         """
-        best, most = None, (0, False)
+        best, longest = None, (0, False)
         with self._lock:
             for entry in self._texts if len(tokens) < CHUNK else self._texts.alike(tokens):
                 length = common_prefix(entry.tokens, tokens)
@@ -84,9 +84,9 @@ class MemoryTier:
                 if stateful and not whole:
                     last = min(length, len(tokens) - 1)
                     length = max((pos for pos in entry.checkpoints if pos <= last), default=0)
-                if (length, whole) > most:
-                    best, most = entry, (length, whole)
-        return best, most[0]
+                if (length, whole) > longest:
+                    best, longest = entry, (length, whole)
+        return best, longest[0]
 
     def known(self, tokens: Int32s) -> int:
         """Return how long a beginning of a text is known, whether or not it can be continued from there."""
@@ -104,10 +104,10 @@ class MemoryTier:
     def evict(self) -> bool:
         """Drop the least recently used session; False if there is none."""
         with self._lock:
-            for oldest in self._texts:
+            oldest = next(iter(self._texts), None)
+            if oldest is not None:
                 self.drop(oldest)
-                return True
-            return False
+            return oldest is not None
 
     def drop(self, saved: SessionState) -> None:
         """Drop a session, if it is still there."""
@@ -241,10 +241,10 @@ class Prefixes:
             stored = [page.source for page in lost if isinstance(page.source, StoredPage)]
             self._disk.discard_damaged({Path(page.source.name) for page in stored})
 
-    def branch(self, tokens: Int32s, known: int) -> int | None:
+    def branch(self, tokens: Int32s, cached: int) -> int | None:
         """Return where a text leaves the known ones, if it cannot be continued there: a checkpoint pays there.
 
-        known: tokens of it that the session has. None if there is no such place.
+        cached: tokens of it that the session has. None if there is no such place.
         """
         if not self._stateful:
             return None
@@ -252,7 +252,7 @@ class Prefixes:
         if self._disk is not None:
             length = max(length, self._disk.known(tokens))
         length = min(length, len(tokens) - 1)
-        return length if length - known >= self.cache.least else None
+        return length if length - cached >= self.cache.least else None
 
     def usable(self, tokens: Int32s) -> int:
         """Return how many tokens of a text need not be read, as a kept text has them. Restores nothing."""

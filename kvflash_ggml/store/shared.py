@@ -153,12 +153,12 @@ def alike(marks: tuple[int, str, tuple[str, ...]] | None, hashes: list[str]) -> 
     chunks, end, steps = marks
     if 0 < chunks <= len(hashes) and hashes[chunks - 1] == end:
         return chunks, chunks + 1
-    known = 1
+    shared = 1
     for step in steps:
-        if 2 * known > len(hashes) or hashes[2 * known - 1][:4] != step:
+        if 2 * shared > len(hashes) or hashes[2 * shared - 1][:4] != step:
             break
-        known *= 2
-    return known, 2 * known
+        shared *= 2
+    return shared, 2 * shared
 
 
 def encode(head: Head) -> bytes:
@@ -190,9 +190,9 @@ def decode(name: str, data: bytes) -> Head:
 def _head(facts: dict[str, object]) -> Head:
     """Check every fact: the store may be hostile. ValueError and others for an impossible one."""
 
-    def whole(value: object, most: int) -> int:
-        if type(value) is not int or not 0 <= value <= most:
-            raise ValueError(f"{value!r:.40} is no number up to {most}")
+    def whole(value: object, limit: int) -> int:
+        if type(value) is not int or not 0 <= value <= limit:
+            raise ValueError(f"{value!r:.40} is no number up to {limit}")
         return value
 
     count, size = whole(facts["count"], MAX_TOKENS), whole(facts["bytes"], MAX_BYTES)
@@ -291,9 +291,9 @@ class SharedTexts:
         return names, {name: one for name, one in soon.items() if numbers.get(one.id, 0) < one.number}
 
     def search(
-        self, tokens: Int32s, *, salt: str, known: int, numbers: Mapping[str, float], refused: set[str]
+        self, tokens: Int32s, *, salt: str, cached: int, numbers: Mapping[str, float], refused: set[str]
     ) -> tuple[Head | None, Collection[str]]:
-        """Return the state that saves most tokens of a prompt, and all ids. None if none saves more than `known`.
+        """Return the state that saves most tokens of a prompt, and all ids. None if none saves more than `cached`.
 
         numbers: states that this server has, by the id of their conversation. refused: names to skip, to which the
         search adds damaged heads. OSError.
@@ -302,9 +302,8 @@ class SharedTexts:
         while True:
             names, soon = self._names(begin)
             there = max((alike(one.marks, hashes)[0] for one in names.values() if one.marks is not None), default=0)
-            least = max(
-                there, known // CHUNK + 1
-            )  # of as many chunks as are there, the announced state is the later one
+            # of as many chunks as are there, the announced state is the later one
+            least = max(there, cached // CHUNK + 1)
             awaited = [
                 name
                 for name, one in soon.items()
@@ -317,8 +316,8 @@ class SharedTexts:
                 break
             self._sleep(POLL_S)
         shared = {id: alike(name.marks, hashes) for id, name in names.items() if numbers.get(id, 0) < name.number}
-        likely = sorted((id for id, (_, below) in shared.items() if below * CHUNK > known), key=lambda id: shared[id])
-        best, most = None, known
+        likely = sorted((id for id, (_, below) in shared.items() if below * CHUNK > cached), key=lambda id: shared[id])
+        best, longest = None, cached
         for id in likely[: -MOST_READ - 1 : -1]:
             name = head_name(begin, id, names[id].number)
             if name in refused:
@@ -332,8 +331,8 @@ class SharedTexts:
                 logger.warning("a conversation of the store is left alone: %s", err)
                 continue
             length = usable(head.tokens, head.places, tokens)
-            if length > most:
-                best, most = head, length
+            if length > longest:
+                best, longest = head, length
         return best, names.keys()
 
     def read(self, begin: str, id: str, number: int) -> Head:
@@ -377,10 +376,11 @@ class SharedTexts:
         The head has another id than the draft if another server has continued the conversation since `base`.
         """
         begin, base = begin_of(draft.tokens, draft.salt), draft.base
-        goes_on = base is not None and base.id == draft.id and base.begin == begin
-        known = self.latest(begin)
-        there = set(base.blocks) if base is not None and goes_on and known.get(base.id, 0) >= base.number else set()
-        first, blocks = b"", list[str]()
+        same = base if base is not None and base.begin == begin else None  # a text can lose its first chunk
+        there = set[str]()
+        if same is not None and self.latest(begin).get(same.id, 0) >= same.number:
+            there.update(same.blocks)
+        blocks = list[str]()
         with path.open("rb") as file:
             first = file.read(FIRST)
             while data := file.read(BLOCK):
@@ -388,7 +388,7 @@ class SharedTexts:
                 if blocks[-1] not in there:
                     self._wait(len(data))
                     self._objects.put(f"blocks/{blocks[-1]}", data)
-        id, number, marks = draft.id, (base.number if base is not None and goes_on else 0) + 1, marks_of(draft.tokens)
+        id, number = draft.id, 1 if same is None else same.number + 1
         while True:
             head = Head(
                 id=id, number=number, salt=draft.salt, made=self.made, prompt=draft.prompt,
@@ -399,7 +399,7 @@ class SharedTexts:
                 break
             id, number = new_id(), 1
         with suppress(OSError):  # the state is written: marks save time, and `prune` deletes what is left
-            self._objects.put(f"{head.name}~{marks}", b"")
+            self._objects.put(f"{head.name}~{marks_of(head.tokens)}", b"")
             if base is not None and head.id == base.id:
                 self._objects.delete(base.name)
                 self._objects.delete(f"{base.name}~{marks_of(base.tokens)}")

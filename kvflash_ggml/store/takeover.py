@@ -199,8 +199,8 @@ class SharedSwapStore(SwapStore):
 
     # --- taking over
 
-    def search(self, tokens: Int32s, *, salt: str, known: int) -> Callable[[], bool] | None:
-        """Look, on another thread, for a conversation that saves more than `known` tokens of a prompt, and fetch it.
+    def search(self, tokens: Int32s, *, salt: str, cached: int) -> Callable[[], bool] | None:
+        """Look, on another thread, for a conversation that saves more than `cached` tokens of a prompt, and fetch it.
 
         Returns whether to wait: while that is under way, and not longer than reading would take. None for no search.
         """
@@ -213,23 +213,23 @@ class SharedSwapStore(SwapStore):
                 id = one.id if one.head is None else one.head.id
                 busy = one in self._writing
                 numbers[id] = float("inf") if busy else 0 if one.head is None else one.head.number
-            future = self._reader.submit(self._seek, tokens, salt, known, numbers)
+            future = self._reader.submit(self._seek, tokens, salt, cached, numbers)
             self._searches[key] = tokens, future
             future.add_done_callback(lambda _: self._wake())
-        takes = PATIENCE_S if self.read_rate is None else (len(tokens) - known) / self.read_rate
+        takes = PATIENCE_S if self.read_rate is None else (len(tokens) - cached) / self.read_rate
         until = self._clock() + max(LEAST_S, takes)
         return lambda: key in self._searches and self._clock() < until
 
-    def _seek(self, tokens: Int32s, salt: str, known: int, numbers: dict[str, float]) -> _Found:
+    def _seek(self, tokens: Int32s, salt: str, cached: int, numbers: dict[str, float]) -> _Found:
         shared, refused = self._shared, self._refused
-        head, ids = shared.search(tokens, salt=salt, known=known, numbers=numbers, refused=refused)
+        head, ids = shared.search(tokens, salt=salt, cached=cached, numbers=numbers, refused=refused)
         gone = {id for id, number in numbers.items() if 0 < number < float("inf")} - set(ids)
         if gone:  # a listing may miss a state that is replaced meanwhile, and the next one too
             gone -= shared.latest(begin_of(tokens, salt)).keys()
         if head is None:
             return _Found(gone)
         if shared.rate is not None and self.read_rate is not None:
-            reading = (usable(head.tokens, head.places, tokens) - known) / self.read_rate
+            reading = (usable(head.tokens, head.places, tokens) - cached) / self.read_rate
             if head.size / shared.rate > max(LEAST_S, reading):
                 shared.rate *= TRY_AGAIN
                 return _Found(gone)

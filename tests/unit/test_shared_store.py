@@ -552,12 +552,12 @@ def test_an_announcement_of_a_server_that_died(server: Callable[..., Scheduler])
     objects.put(name, b"")
     refused = set[str]()
     for waited in (ANNOUNCED_S, ANNOUNCED_S):
-        assert texts.search(text, salt="", known=0, numbers={}, refused=refused) == (None, set())
+        assert texts.search(text, salt="", cached=0, numbers={}, refused=refused) == (None, set())
         assert now[0] == pytest.approx(waited, abs=1)
     assert refused == {name}
     later = SharedTexts(objects, clock=lambda: now[0], sleep=sleep, wall=lambda: 1000.0 + OLD_S)
     before = now[0]
-    assert later.search(text, salt="", known=0, numbers={}, refused=set()) == (None, set())
+    assert later.search(text, salt="", cached=0, numbers={}, refused=set()) == (None, set())
     assert now[0] == before, "an old one is not waited for"
 
 

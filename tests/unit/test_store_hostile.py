@@ -192,7 +192,7 @@ def test_a_text_larger_than_the_disk_is_not_fetched(
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=head.size - 1))
     for searches in (1, 2):
         ended.clear()
-        assert store.search(np.append(TEXT, np.int32(1)), salt="", known=0)
+        assert store.search(np.append(TEXT, np.int32(1)), salt="", cached=0)
         assert ended.wait(60)
         assert store.collect()
         assert (searches, store.counts.taken, len(store)) == (searches, 0, 0)
@@ -222,7 +222,7 @@ def test_a_listing_that_misses_a_text_does_not_erase_it(tmp_path: Path) -> None:
     assert store.store(one)
     for there in (True, False):
         ended.clear()
-        assert store.search(np.append(TEXT, np.int32(1)), salt="", known=len(TEXT))
+        assert store.search(np.append(TEXT, np.int32(1)), salt="", cached=len(TEXT))
         assert ended.wait(60)
         assert store.collect()
         assert (one in store) == there
@@ -245,7 +245,7 @@ def test_a_text_that_is_erased_while_it_is_fetched_does_not_come_back(tmp_path: 
     one = Conversation(tokens=TEXT[:300])  # this server has the text as it was before another one went on with it
     one.head = publish(SharedTexts(objects), tmp_path / "out", TEXT[:300])
     publish(SharedTexts(objects), tmp_path / "out", TEXT, base=one.head)
-    assert store.search(np.append(TEXT, np.int32(1)), salt="", known=0)
+    assert store.search(np.append(TEXT, np.int32(1)), salt="", cached=0)
     assert fetches.wait(60)
     store.delete_file(one)
     goes_on.set()
