@@ -19,14 +19,14 @@ HEAD = 18
 
 def encode(image: Buffer) -> tuple[Buffer, int]:
     """Return the bytes to store and their codec. An image that does not shrink is stored as it is."""
-    packed: bytes = _zstd().ZstdCompressor(level=LEVEL).compress(image)
+    packed: bytes = require().ZstdCompressor(level=LEVEL).compress(image)
     return (packed, ZSTD) if len(packed) < len(image) else (image, RAW)
 
 
 def decode(stored: bytes, codec: int, image: memoryview) -> None:
     """Fill `image`. SnapshotError unless the stored bytes are exactly that."""
     assert codec == ZSTD, "codecs are checked when the file is opened"
-    zstd = _zstd()
+    zstd = require()
     try:
         # a hostile frame can promise any size, and the library would believe it
         if zstd.frame_content_size(stored) != len(image):
@@ -38,7 +38,7 @@ def decode(stored: bytes, codec: int, image: memoryview) -> None:
 
 def image_size(head: bytes) -> int:
     """Return the bytes of an image whose stored bytes begin so. SnapshotError if they do not say."""
-    zstd = _zstd()
+    zstd = require()
     try:
         return int(zstd.frame_content_size(head))
     except zstd.ZstdError as err:
@@ -54,13 +54,9 @@ def check(codecs: set[int], name: str) -> None:
         require()
 
 
-def require() -> None:
-    """Raise ConfigError unless Zstandard is installed."""
-    _zstd()
-
-
 @cache
-def _zstd() -> Any:
+def require() -> Any:
+    """Return the package `zstandard`. ConfigError unless it is installed."""
     try:
         return importlib.import_module("zstandard")
     except ImportError as err:

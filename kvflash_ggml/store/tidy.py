@@ -60,11 +60,10 @@ class Removable:
 def survey(objects: Objects) -> list[Texts]:
     """Read all heads of a store. Objects of other names are left out. OSError."""
     found: dict[str, Texts] = {}
-    newest: dict[tuple[str, str, str], Listed] = {}
-    marks: list[tuple[tuple[str, str, str], int, Listed]] = []
+    heads: dict[tuple[str, str, str], list[Listed]] = {}
     listed = {one.name: one for one in objects.list("")}
     listed |= {one.name: one for one in objects.list("")}  # heads that were replaced during the first listing
-    for one in listed.values():
+    for _, one in sorted(listed.items()):
         place = _PLACE.fullmatch(one.name)
         if place is None:
             continue
@@ -72,27 +71,18 @@ def survey(objects: Objects) -> list[Texts]:
         name = parse_name(place["name"])
         if _BLOCK.fullmatch(place["name"]):
             texts.blocks[place["name"].removeprefix("blocks/")] = one
-        elif name is not None and name.soon:
+        elif name is not None and name.marks is None:
+            heads.setdefault((texts.model, name.begin, name.id), []).append(one)
+        elif name is not None or one.name.endswith(PART):
             texts.left.append(one)
-        elif name is not None and name.marks is not None:
-            marks.append(((texts.model, name.begin, name.id), name.number, one))
-        elif name is not None:
-            key = texts.model, name.begin, name.id
-            before = newest.get(key)
-            newest[key] = one if before is None else max(before, one, key=lambda one: one.name)
-            if before is not None:
-                texts.left.append(min(before, one, key=lambda one: one.name))
-        elif one.name.endswith(PART):
-            texts.left.append(one)
-    numbers = dict[tuple[str, str, str], int]()
-    for key, one in newest.items():
-        state = _state(objects, one, *key)
+    for key, (*old, newest) in heads.items():
+        found[key[0]].left += old
+        state = _state(objects, newest, *key)
         if state is not None:
             found[key[0]].states.append(state)
-            numbers[key] = int(state.object.name.rpartition("~")[2])
-    for key, number, one in marks:
-        if numbers.get(key, 0) != number:
-            found[key[0]].left.append(one)
+    for texts in found.values():
+        names = {state.object.name for state in texts.states}
+        texts.left = [one for one in texts.left if one.name.rpartition("~")[0] not in names]  # the rest are its marks
     return list(found.values())
 
 

@@ -212,10 +212,10 @@ def test_without_zstandard_it_is_said_what_to_install(world: Any, tmp_path: Path
 
     session = world()
     extend(session, text(LENGTH))
-    codec._zstd.cache_clear()
+    codec.require.cache_clear()
     with mock.patch.dict("sys.modules", {"zstandard": None}), pytest.raises(ConfigError, match="zstd"):
         save(session, tmp_path / "x", compress=True)
-    codec._zstd.cache_clear()
+    codec.require.cache_clear()
     assert not list(tmp_path.iterdir())
 
 
