@@ -9,6 +9,8 @@ import socket
 import ssl
 import threading
 import time
+from concurrent import futures
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from ..errors import ConfigError, brief
@@ -31,15 +33,17 @@ def fetch(url: str, most: int, seconds: float = SECONDS) -> bytes:
     """The file at a URL, of `most` bytes at most.
 
     Only a public address is asked, and no other one than was looked at: names may lead to another one the next time.
-    seconds: to the last byte; the look-up of the name counts, but is not cut short. ConfigError for a URL that is
-    refused, and for what cannot be fetched.
+    seconds: from the look-up of the name to the last byte. ConfigError for a URL that is refused, and for what cannot
+    be fetched.
     """
     parts, port = _parts(url)
     until = time.monotonic() + seconds
     slow = f"{brief(url)} cannot be fetched: it takes longer than {seconds:.2g} seconds"
     assert parts.hostname is not None
     try:
-        found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+        found = _look_up(parts.hostname, port).result(seconds)
+    except futures.TimeoutError as err:
+        raise ConfigError(slow) from err
     except (OSError, UnicodeError) as err:
         raise ConfigError(f"{brief(url)} cannot be fetched: the name is not known ({err})") from err
     if not all(is_public(str(at[0])) for *_, at in found):
@@ -66,6 +70,20 @@ def fetch(url: str, most: int, seconds: float = SECONDS) -> bytes:
         if asked.ended:
             raise ConfigError(slow)
         return made
+
+
+def _look_up(host: str, port: int) -> futures.Future[list[Any]]:
+    """The addresses of a host. Nothing cuts a look-up short: its thread ends when the resolver gives up."""
+    found: futures.Future[list[Any]] = futures.Future()
+
+    def look_up() -> None:
+        try:
+            found.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except Exception as err:
+            found.set_exception(err)
+
+    threading.Thread(target=look_up, name="kvflash-look-up", daemon=True).start()
+    return found
 
 
 def is_public(text: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -30,6 +31,9 @@ EACH = THREADS // 2
 FETCHING = 2
 """Threads for files that requests name, one of them for a client: slow hosts keep no other work waiting."""
 
+MAX_FETCHES = 8
+"""Requests of one client that fetch or wait for it, since each holds its body; of all clients four times as many."""
+
 SLOWEST = 16 << 10
 """Bytes a second of a body, beyond the time that a client may take anyway."""
 
@@ -50,6 +54,7 @@ class Intake:
         self._values = values
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvflash-front")
         self._fetching = ThreadPoolExecutor(FETCHING, thread_name_prefix="kvflash-fetch")
+        self._fetches: Counter[str] = Counter()  # requests that fetch or wait for it, by client
         self._turns: WeakValueDictionary[tuple[str, bool], asyncio.Semaphore] = WeakValueDictionary()
 
     async def work(
@@ -57,11 +62,16 @@ class Intake:
     ) -> T:
         """Run on a thread, for the client of a request. What a user can do wrong there is his error.
 
-        fetches: on one of those for files that the request names.
+        fetches: on one of those for files that the request names; ApiError if too many requests wait for them.
         """
+        client = client_of(http.scope)
+        if fetches and (self._fetches[client] >= MAX_FETCHES or self._fetches.total() >= 4 * MAX_FETCHES):
+            message = f"{self._fetches.total()} requests fetch files: send these as data URLs, or ask again later"
+            raise ApiError(429, message, code="fetches", retry_after_s=5)
         loop, threads = asyncio.get_running_loop(), self._fetching if fetches else self._threads
         each = asyncio.Semaphore(1 if fetches else EACH)
-        turns = self._turns.setdefault((client_of(http.scope), fetches), each)
+        turns = self._turns.setdefault((client, fetches), each)
+        self._fetches[client] += fetches
         try:
             async with turns:
                 return await loop.run_in_executor(threads, lambda: function(*args, **more))
@@ -69,6 +79,9 @@ class Intake:
             raise ApiError(400, str(err), code="context_length_exceeded") from None
         except ConfigError as err:
             raise ApiError(400, str(err), code="invalid_value") from None
+        finally:
+            self._fetches[client] -= fetches
+            self._fetches += Counter()  # drops clients that fetch nothing
 
     async def body(self, request: HttpRequest) -> Any:
         """The JSON of a body. ApiError for one that is too large, too slow, or none."""

@@ -138,6 +138,13 @@ def test_a_server_that_does_not_end_is_left(answer: bytes, web: Web) -> None:
     assert not web.ended, "it is left, and not waited for"
 
 
+def test_a_look_up_that_does_not_end_is_left(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", lambda *args, **more: web.stays.wait(60))
+    with pytest.raises(ConfigError, match=r"longer than 0.1 seconds"):
+        fetch.fetch(web.url, 99, 0.1)
+    assert not web.stays.is_set(), "it is left, and not waited for"
+
+
 def test_time_that_ends_between_a_socket_and_its_tls_is_seen(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else would end the handshake then."""
     stock, made = ssl.SSLContext.wrap_socket, threading.Timer

@@ -20,6 +20,7 @@ from kvflash_ggml.media.files import Limits
 from kvflash_ggml.server import fetch, images
 from kvflash_ggml.server.errors import ApiError
 from kvflash_ggml.server.images import Images
+from kvflash_ggml.server.intake import MAX_FETCHES
 
 FILES = [b"\1\2\3", b"\4\5"]
 """The fake has a row for each byte, and a mark before and behind them."""
@@ -267,6 +268,35 @@ def test_slow_hosts_keep_no_other_work_waiting() -> None:
 
     one.run(work)
     assert sorted(at) == list("aaaabbc")
+
+
+def test_few_requests_wait_for_files() -> None:
+    """Each holds its body meanwhile."""
+    one, go_on = server(), threading.Event()
+
+    async def work(_: Any) -> None:
+        http = [HttpRequest({"type": "http", "client": (f"{i}", 1)}) for i in range(6)]
+
+        def ask(of: int) -> Any:
+            return one.front.work(http[of], go_on.wait, 30, fetches=True)
+
+        asked = [asyncio.create_task(ask(of)) for of in range(4) for _ in range(MAX_FETCHES)]
+        await asyncio.sleep(0)
+        for of in (0, 5):
+            with pytest.raises(ApiError, match="32 requests fetch files: send these as data URLs") as refused:
+                await ask(of)
+            assert refused.value.status == 429
+        assert await one.front.work(http[0], lambda: 7) == 7, "other work goes on"
+        go_on.set()
+        assert all(await asyncio.gather(*asked))
+        asked = [asyncio.create_task(ask(5)) for _ in range(MAX_FETCHES)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="8 requests fetch files"):
+            await ask(5)
+        assert await ask(0)
+        assert all(await asyncio.gather(*asked))
+
+    one.run(work)
 
 
 def said_aloud(data: Any, format: Any = "wav") -> dict[str, Any]:
