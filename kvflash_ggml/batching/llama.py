@@ -330,7 +330,7 @@ class LlamaModel:
         return self._watch.now
 
     def counters(self) -> Mapping[str, Any]:
-        stats = self._stats
+        stats, drafts = self._stats, None if self._speculator is None else self._speculator.total
         return {
             "pool": stats.pool,
             "length": stats.length,
@@ -342,6 +342,8 @@ class LlamaModel:
             "host_bytes": stats.host_bytes,
             "spilled_bytes": stats.spilled_bytes,
             "device_bytes": stats.device_bytes,
+            "drafted": 0 if drafts is None else drafts.drafted,
+            "accepted": 0 if drafts is None else drafts.accepted,
             "evicted_mass": stats.evicted_mass,
             "policy": stats.policy,
             "read_exactly": stats.last.read_whole,

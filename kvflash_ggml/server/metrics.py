@@ -103,6 +103,8 @@ class Metrics:
             "prefix_cache_hits": ("Tokens of prompts that were not read again.", totals.cached_tokens),
             "prefix_missed": ("Prompts that differ from a kept text before their last message.", totals.missed),
             "num_preemptions": ("Answers that were swapped out for slow readers.", scheduler.stalls),
+            "spec_decode_num_draft_tokens": ("Tokens of drafts that were verified.", model["drafted"]),
+            "spec_decode_num_accepted_tokens": ("Tokens of drafts that were accepted.", model["accepted"]),
             "page_ins": ("Chunks that came back from the host.", model["page_ins"]),
             "page_outs": ("Chunks that were copied to the host.", model["page_outs"]),
             "conversation_parks": ("Texts that were swapped out.", slot.swapped_out),
