@@ -114,7 +114,8 @@ class Process:
             said = json.loads(line) if line else {}
             if "port" not in said:
                 code = await process.wait()
-                raise EngineError(said.get("error") or f"its process has ended with {code}")
+                why = said.get("error", f"its process has ended with {code}")
+                raise EngineError(why.replace(f"{path.parent}{os.sep}", ""))  # clients see it: no path is theirs
         except BaseException:
             if process.returncode is None:
                 process.kill()

@@ -27,7 +27,7 @@ async def props(front: Front, request: HttpRequest) -> Response:
     return JSONResponse(
         {
             "default_generation_settings": {"n_ctx": model.n_ctx},
-            "total_slots": 1,
+            "total_slots": len(front.scheduler.slots),
             "model_alias": front.settings.alias,
             "chat_template": front.prompts.template or "",
             "build_info": f"kvflash_ggml {__version__}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,10 @@ def loads(data: bytes | bytearray, *, most: int = MAX_VALUES) -> Any:
         return json.loads(data.decode("utf-8-sig"), parse_constant=finite, parse_float=finite)
     except RecursionError as err:
         raise Refused(str(err)) from None
+    except ValueError as err:
+        if type(err) is ValueError and "digits" in str(err):  # the bound of `int`, whose remedy is a program's
+            raise Refused(f"an integer has more than {sys.get_int_max_str_digits()} digits: shorten it") from None
+        raise
 
 
 def _whole(data: bytes | bytearray) -> bytes | bytearray:

@@ -165,7 +165,13 @@ class TextAnswer(Answer):
             logprobs = {
                 "tokens": pieces,
                 "token_logprobs": [one.logprob for one in told],
-                "top_logprobs": [{p.decode("utf-8", "replace"): value for _, p, value in one.top} for one in told],
+                "top_logprobs": [  # with the token that was drawn, however unlikely
+                    {
+                        piece.decode("utf-8", "replace"): value
+                        for _, piece, value in (*one.top, (one.token, one.piece, one.logprob))
+                    }
+                    for one in told
+                ],
                 "text_offset": offsets,
             }
         return {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": reason}

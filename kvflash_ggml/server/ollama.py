@@ -134,7 +134,7 @@ async def chat(front: Front, http: HttpRequest) -> Response:
     asked: OllamaChatRequest = await front.asked(http, OllamaChatRequest)
     front.admit()
     if not asked.messages:
-        return _loaded(front, {"message": {"role": "assistant", "content": ""}})
+        return silent(front.settings.alias, "load", generate=False)
     data = {"messages": _messages(asked.messages), "tools": asked.tools}
     return await _chat(front, http, asked, data, generate=False)
 
@@ -143,7 +143,7 @@ async def generate(front: Front, http: HttpRequest) -> Response:
     asked: GenerateRequest = await front.asked(http, GenerateRequest)
     front.admit()
     if not (asked.prompt or asked.suffix):
-        return _loaded(front, {"response": ""})
+        return silent(front.settings.alias, "load", generate=True)
     if asked.suffix is None and not asked.raw and front.prompts.template is not None:
         said = {"system": asked.system, "user": asked.prompt}
         messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in said.items() if text]
@@ -248,10 +248,10 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
     return value or []
 
 
-def _loaded(front: Front, empty: dict[str, Any]) -> Response:
-    """The answer to a request for nothing, by which clients load a model."""
-    head = {"model": front.settings.alias, "created_at": _now()}
-    return JSONResponse({**head, **empty, "done": True, "done_reason": "load"})
+def silent(alias: str, reason: str, *, generate: bool) -> Response:
+    """The answer to a request for nothing, by which clients load or unload a model. generate: of `/api/generate`."""
+    said = {"response": ""} if generate else {"message": {"role": "assistant", "content": ""}}
+    return JSONResponse({"model": alias, "created_at": _now(), **said, "done": True, "done_reason": reason})
 
 
 class OllamaAnswer(Answer):

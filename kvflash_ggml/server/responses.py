@@ -353,6 +353,8 @@ class ResponseAnswer(Answer):
         if said.content:
             items.append(self._message(said.content))
         items += [self._call(call) for call in said.calls]
+        for item in items[-1:]:
+            item["status"] = _ended(finished)[0]
         self._keep(items, self._conversation)
         return self._response(*_ended(finished), output=items, usage=_usage(finished.usage))
 
@@ -371,9 +373,9 @@ class ResponseAnswer(Answer):
         for delta in self._deltas(event):
             yield from self._delta(delta)
         if isinstance(event, Finished):
-            yield from self._close()
-            self._keep(self._output, self._conversation)
             status, why = _ended(event)
+            yield from self._close(status)
+            self._keep(self._output, self._conversation)
             told = self._response(status, why, output=self._output, usage=_usage(event.usage))
             yield self._event(f"response.{status}", response=told | self._report(event))
 
@@ -416,7 +418,7 @@ class ResponseAnswer(Answer):
             part = _text("reasoning_text" if what[0] == "reasoning" else "output_text", "")
             yield self._at("response.content_part.added", content_index=0, part=part)
 
-    def _close(self) -> Iterator[bytes]:
+    def _close(self, status: str = "completed") -> Iterator[bytes]:
         if self._open is None:
             return
         (kind, _), self._open, text, id = self._open, None, "".join(self._written), self._item["id"]
@@ -436,6 +438,7 @@ class ResponseAnswer(Answer):
             else:
                 yield self._at("response.output_text.done", content_index=0, text=text, logprobs=[])
             yield self._at("response.content_part.done", content_index=0, part=part)
+        item["status"] = status
         yield self._at("response.output_item.done", item=item)
         self._output.append(item)
 

@@ -63,13 +63,16 @@ class Router(Intake):
             raise ApiError(503, f"the folder of the models cannot be read: {err.strerror}", code="no_models") from None
 
     async def model(self, http: HttpRequest, wanted: Any) -> FolderModel:
-        """The model of a name; without one, that which is loaded, or was, or the first. ApiError if there is none."""
+        """The model of a name; without one, that which is loaded, or was, or the first that has not failed to load.
+
+        ApiError if there is none.
+        """
         models, engines = await self.models(http), self.engines
         if wanted in (None, ""):
             now = engines.loaded
             usual = engines.loading or (now.model.name if now else engines.last)
             if usual not in models:
-                usual = next(iter(models), None)
+                usual = min(models, key=lambda name: "failed" in engines.status(name), default=None)
             if usual is None:
                 raise ApiError(503, "there is no model: put a .gguf file into the folder", code="no_models")
             return models[usual]
@@ -161,7 +164,7 @@ async def _answer(router: Router, request: HttpRequest) -> Response:
     model = await router.model(request, asked.get("model"))
     if request.url.path in _OLLAMAS and asked.get("keep_alive") in _AT_ONCE and not _says(asked):
         router.engines.unload(model.name)
-        return JSONResponse({"model": model.name, "response": "", "done": True, "done_reason": "unload"})
+        return ollama.silent(model.name, "unload", generate=request.url.path == "/api/generate")
     return Forwarded(router, body, model)
 
 

@@ -113,9 +113,8 @@ def listen(settings: ServerSettings) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as err:
-        raise ConfigError(
-            f"cannot listen at {host}, port {port}: {err.strerror or err}: give another --port or --host"
-        ) from err
+        why = (err.strerror or str(err)).partition(" (while attempting to bind")[0]  # which names the address again
+        raise ConfigError(f"cannot listen at {host}, port {port}: {why}: give another --port or --host") from err
 
 
 def _check_certificate(settings: ServerSettings) -> None:

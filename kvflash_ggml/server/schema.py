@@ -395,7 +395,7 @@ def parse(kind: type[Any], data: Any, *, strict: bool) -> tuple[Any, list[str]]:
     strict: a field that is not known is wrong.
     """
     if not isinstance(data, dict):
-        raise ApiError(400, f"the body must be a JSON object, not {type(data).__name__}", code="invalid_json")
+        raise ApiError(400, f"the body is {_named(data)}, and must be a JSON object", code="invalid_json")
     try:
         asked = kind.model_validate(data)
     except ValidationError as err:

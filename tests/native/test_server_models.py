@@ -147,6 +147,8 @@ def test_a_file_that_is_no_model(shared: tuple[Served, Path]) -> None:
     finally:
         (folder / "bad.gguf").unlink()
     assert "'bad' could not be loaded: " in reply["error"]["message"]
+    assert "bad.gguf" in reply["error"]["message"]
+    assert str(folder) not in reply["error"]["message"], "where the folder is concerns its owner"
     assert answer(served, asked("one", 0, 310))[1] > 300
 
 

@@ -23,6 +23,7 @@ from kvflash_ggml.cli.serve import serve as serving
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, HostMemoryError, UnsupportedModelError
 from kvflash_ggml.server import router, start
+from kvflash_ggml.server import run as run_of
 from kvflash_ggml.server.settings import ServerSettings
 
 VERBS = {"run": run, "serve": serving}
@@ -126,6 +127,18 @@ def test_a_model_that_decodes_one_text_is_served_alone(serve: Serving, monkeypat
     alone = serve("m.gguf", "--deterministic-batch", "--kvflash-tau", "8")
     assert alone.exit_code != 0
     assert "parallel is 1: leave it out, or give parallel" in alone.stderr
+
+
+def test_a_port_in_use_is_named_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as err:
+            run_of.listen(ServerSettings(alias="a", port=port))
+    assert str(err.value) == (
+        f"cannot listen at 127.0.0.1, port {port}: Address already in use: give another --port or --host"
+    )
+    with pytest.raises(ConfigError, match=r"cannot listen at no\.invalid, port 0: .*[nN]ame"):
+        run_of.listen(ServerSettings(alias="a", host="no.invalid", port=0))
 
 
 def test_the_target_for_streams_is_in_milliseconds(serve: Serving) -> None:

@@ -198,6 +198,8 @@ def test_logprobs() -> None:
         "tokens": ["a", "n"], "token_logprobs": [-0.5, -0.5], "top_logprobs": [{"a": -0.5}, {"n": -0.5}],
         "text_offset": [0, 1],
     }  # fmt: skip
+    few = Server().post("/v1/completions", {"prompt": "x", "logprobs": 0, "max_tokens": 2}).json["choices"][0]
+    assert few["logprobs"]["top_logprobs"] == [{"a": -0.5}, {"n": -0.5}], "the token that was drawn is always there"
 
 
 def test_what_is_known_is_told() -> None:
@@ -211,6 +213,7 @@ def test_what_is_known_is_told() -> None:
     assert second.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 399
     assert "kvflash" not in first.json
     assert second.json["kvflash"]["policy"] == "lru"
+    assert (second.json["kvflash"]["drafted"], second.json["kvflash"]["accepted"]) == (0, 0), "for this answer alone"
     assert second.json["kvflash"]["queue_ms"] >= 0
 
 
@@ -240,6 +243,7 @@ def test_models_and_props() -> None:
     assert Server().get("/v1/models/fake").json["id"] == "fake"
     assert Server().get("/v1/models/gpt").status == 404
     assert Server().get("/props").json["total_slots"] == 1
+    assert Server(FakeModel(parallel=3)).get("/props").json["total_slots"] == 3
     assert Server().get("/health").json == {"status": "ok"}
     assert Server().get("/slots").json[0]["is_processing"] is False
 
@@ -262,6 +266,8 @@ def test_metrics() -> None:
     assert 'kvflash:request_success_total{finished_reason="stop"} 1.0' in lines
     assert "kvflash:time_to_first_token_seconds_count 1.0" in lines
     assert "kvflash:num_requests_running 0.0" in lines
+    assert "kvflash:spec_decode_num_draft_tokens_total 5.0" in lines
+    assert "kvflash:spec_decode_num_accepted_tokens_total 4.0" in lines
     assert 'kvflash:conversations{state="device"} 1.0' in lines
     gaps = [float(line.split()[1]) for line in lines if line.startswith("kvflash:inter_token_gap_seconds{")]
     assert 0 <= gaps[0] <= gaps[1]
@@ -342,6 +348,11 @@ def test_bodies_that_are_no_requests(raw: bytes) -> None:
     reply = Server().run(lambda client: client.call("POST", "/v1/chat/completions", raw=raw).done())
     assert reply.status == 400
     assert reply.json["error"]["type"] == "invalid_request_error"
+
+
+def test_long_integers_are_refused_in_words_for_a_client() -> None:
+    reply = Server().run(lambda client: client.call("POST", "/v1/completions", raw=b"9" * 4301).done())
+    assert reply.json["error"]["message"] == "the body is refused: an integer has more than 4300 digits: shorten it"
 
 
 def test_other_kinds_of_bodies() -> None:

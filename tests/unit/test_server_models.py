@@ -547,13 +547,28 @@ def test_without_a_name_it_is_the_model_at_hand(folder: Path) -> None:
         assert (await client.post("/api/generate", {"model": "a", "prompt": "x", "keep_alive": 0})).ended
         for name, told in (("b", "load a"), ("a", "unload a")):
             reply = await client.post("/api/generate", {"model": name, "keep_alive": 0})
-            assert reply.json["done_reason"] == "unload"
+            assert (reply.json["done_reason"], reply.json["response"]) == ("unload", "")
             await settle()
             assert fake.told[-1] == told
+        reply = await client.post("/api/chat", {"model": "a", "messages": [], "keep_alive": 0})
+        assert reply.json["message"] == {"role": "assistant", "content": ""}
+        assert (reply.json["done_reason"], "created_at" in reply.json) == ("unload", True)
         assert (await client.post("/v1/completions", {"model": "b"})).status == 200
         fake.engines["b"].alive = False
         assert (await client.post("/v1/completions", {"model": None})).status == 200
         assert fake.told[-1] == "load b", "the one that was there last"
+
+    on_router(folder, test)
+
+
+def test_without_a_name_it_is_no_model_that_cannot_be_loaded(folder: Path) -> None:
+    async def test(client: Client, upstream: Upstream, fake: Fake) -> None:
+        upstream.go_on.set()
+        fake.broken.add("a")
+        refused = await client.post("/v1/completions", {})
+        assert (refused.status, refused.json["error"]["code"]) == (503, "model_failed")
+        assert (await client.post("/v1/completions", {})).status == 200
+        assert fake.told == ["load a", "load b"]
 
     on_router(folder, test)
 

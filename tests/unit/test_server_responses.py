@@ -63,6 +63,10 @@ def test_a_response() -> None:
     }  # fmt: skip
     cut = ask(max_output_tokens=2).json
     assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert [item["status"] for item in cut["output"]] == ["incomplete"]
+    *_, done, end = ask(max_output_tokens=2, stream=True).frames
+    assert (done["type"], done["item"]["status"]) == ("response.output_item.done", "incomplete")
+    assert end["response"]["output"] == [done["item"]]
 
 
 def test_a_stream_has_every_event_in_its_order() -> None:
