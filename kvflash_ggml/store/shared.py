@@ -259,6 +259,7 @@ class SharedTexts:
         self._clock = clock
         self._sleep = sleep
         self._wall = wall
+        self._closed = False
         self._announced = set[str]()
         self._unsure: dict[str, bytes] = {}  # heads whose writing failed, and that may be there, with their checksums
         self._taking = threading.Lock()
@@ -311,7 +312,7 @@ class SharedTexts:
             ]
             if not awaited:
                 break
-            if self._clock() >= until:
+            if self._clock() >= until or self._closed:
                 refused.update(awaited)  # no search waits for these again
                 break
             self._sleep(POLL_S)
@@ -369,6 +370,11 @@ class SharedTexts:
                 with suppress(OSError):
                     self._objects.delete(name)
                     self._announced.discard(name)
+
+    def close(self) -> None:
+        """Withdraw what was announced here, and end searches, and transfers to here."""
+        self._closed = True
+        self.withdraw()
 
     def publish(self, draft: Draft, path: Path) -> Head:
         """Write a state whose snapshot is the file `path`, first its blocks, and return its head. OSError.
@@ -435,6 +441,8 @@ class SharedTexts:
             file.write(head.first)
             left = head.size - len(head.first)
             for block in head.blocks:
+                if self._closed:
+                    raise OSError("the server ends")
                 size = min(BLOCK, left)
                 self._wait(size)
                 file.write(self._block(block, size))

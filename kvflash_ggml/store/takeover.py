@@ -374,7 +374,7 @@ class SharedSwapStore(SwapStore):
         for conversation in list(self._next):
             self._unqueue(conversation)
         self._announcer.shutdown(cancel_futures=True)
-        self._shared.withdraw()
+        self._shared.close()
         self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown()
         self._scratch.close()

@@ -16,6 +16,7 @@ from support.fake_objects import MemoryObjects
 
 from kvflash_ggml.cli.main import main
 from kvflash_ggml.errors import KVFlashError, SnapshotError
+from kvflash_ggml.store import shared as shared_module
 from kvflash_ggml.store.objects import MAX_OBJECT, FolderObjects, Listed, TimedObjects
 from kvflash_ggml.store.shared import Draft, Head, SharedTexts, begin_of
 from kvflash_ggml.store.swapped import Conversation
@@ -253,3 +254,25 @@ def test_a_text_that_is_erased_while_it_is_fetched_does_not_come_back(tmp_path: 
     assert store.collect()
     assert len(store) == 0
     store.close()
+
+
+def test_a_server_that_ends_waits_for_no_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_module, "BLOCK", 256)
+    goes_on, fetched = threading.Event(), list[str]()
+    first = threading.Event()
+
+    def before(what: str, name: str) -> None:
+        if what == "get" and name.startswith("blocks/"):
+            fetched.append(name)
+            first.set()
+            assert goes_on.wait(60)
+
+    objects = MemoryObjects(before)
+    head = publish(SharedTexts(objects), tmp_path / "out", TEXT)
+    assert len(head.blocks) > 5
+    store = store_of(objects)
+    assert store.search(np.append(TEXT, np.int32(1)), salt="", cached=0)
+    assert first.wait(60)
+    monkeypatch.setattr(store._shared, "withdraw", goes_on.set)  # as late in `close` as that
+    store.close()
+    assert len(fetched) <= 2
