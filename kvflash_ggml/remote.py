@@ -61,7 +61,7 @@ def find(text: str, *, trust: bool = False) -> Endpoint:
         address = socket.getaddrinfo(host, int(number), socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
     except (OSError, UnicodeError) as err:
         raise RemoteError(f"{text}: the host {host} is not known ({err})") from err
-    if not trust and not is_private(str(address)):
+    if not trust and not ipaddress.ip_address(address).is_private:
         raise RemoteError(
             f"{text} is {address}, an address of the open internet. {RISK}. Use a tunnel "
             f"({TUNNEL.format(port=number)}, then 127.0.0.1:{number}), or rpc_trust=True (--rpc-trust)"
@@ -77,11 +77,6 @@ def find_all(texts: Sequence[str], *, trust: bool = False) -> list[Endpoint]:
         if (other := seen.setdefault(str(endpoint), endpoint)) is not endpoint:
             raise ConfigError(f"rpc names one server twice: {other.text} and {endpoint.text}")
     return found
-
-
-def is_private(address: str) -> bool:
-    """Is it of this machine or of a private network?"""
-    return ipaddress.ip_address(address).is_private
 
 
 def is_loopback(address: str) -> bool:

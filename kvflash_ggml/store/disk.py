@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ..arrays import Int32s
 from ..constants import CHUNK
-from ..errors import SnapshotError
+from ..errors import KVFlashError, SnapshotError
 from ..files import replacing
 from ..host.heap import PageHeap
 from ..host.image import PageImage
@@ -121,7 +121,7 @@ class DiskTier:
         """Read each file of this folder to its end, and delete it if it is damaged, so that it is written again."""
         for path in paths:
             if path.parent == self._folder:
-                with contextlib.suppress(SnapshotError), self._blaming(path):
+                with contextlib.suppress(KVFlashError), self._blaming(path):
                     inspect.verify(path)
 
     def _read(self, found: PrefixMatch, tokens: Int32s, fresh: PolicyState | None) -> SessionState:

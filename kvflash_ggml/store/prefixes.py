@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import RLock
 
@@ -22,7 +23,7 @@ from ..sequence.sequence import Sequence
 from ..snapshot.container import StoredPage
 from ..snapshot.store import SnapshotStore
 from ..state.session import SessionState
-from .disk import DiskTier, PrefixMatch
+from .disk import DiskTier
 from .texts import Texts
 
 logger = logging.getLogger("kvflash_ggml")
@@ -93,11 +94,11 @@ class MemoryTier:
         with self._lock:
             return self._texts.nearest(tokens)[0]
 
-    def take(self, saved: SessionState) -> SessionState | None:
-        """Return a copy of a kept session, to be restored and released; None if it has been evicted."""
+    def take(self, saved: SessionState) -> SessionState:
+        """Return a copy of a kept session, to be restored and released. SnapshotError if it has been evicted."""
         with self._lock:
             if saved not in self._texts:
-                return None
+                raise SnapshotError("it was evicted because memory was full")
             self._texts.touch(saved)
             return saved.share()
 
@@ -193,44 +194,27 @@ class Prefixes:
             worth = best >= max(mine + CHUNK, self.cache.least) or best == len(tokens)
             if best <= mine or not worth:
                 return
+            discard: Callable[[], None]
+            if self._disk is not None and found is not None and found.length > length:
+                fresh = None if self._session.scoring is None else self._session.scoring.blank_state()
+                take, discard = partial(self._disk.load, found, tokens, fresh), partial(self._disk.discard, found)
+            else:
+                assert cached is not None
+                take, discard = partial(self._memory.take, cached), partial(self._memory.drop, cached)
             try:
-                if found is not None and found.length > length:
-                    self._load_match(found, tokens, then)
-                else:
-                    assert cached is not None
-                    self._load_cached(cached, then)
+                saved = take()
+                try:
+                    restore.load(self._session, saved, then)
+                finally:
+                    saved.release()
                 return
             except SnapshotError as err:
                 # a file is damaged, or another process has just deleted it: something shorter may be left
                 logger.warning("a prefix of %d tokens cannot be used: %s", best, err)
+                discard()
             except KVFlashError as err:
                 logger.warning("a prefix of %d tokens is read again: %s", best, err)
                 return
-
-    def _load_cached(self, cached: SessionState, then: Callable[[SessionState], None]) -> None:
-        saved = self._memory.take(cached)
-        if saved is None:
-            raise SnapshotError("it was evicted because memory was full")
-        try:
-            restore.load(self._session, saved, then)
-        except SnapshotError:
-            self._memory.drop(cached)
-            raise
-        finally:
-            saved.release()
-
-    def _load_match(self, found: PrefixMatch, tokens: Int32s, then: Callable[[SessionState], None]) -> None:
-        assert self._disk is not None
-        try:
-            scoring = self._session.scoring
-            saved = self._disk.load(found, tokens, None if scoring is None else scoring.blank_state())
-            try:
-                restore.load(self._session, saved, then)
-            finally:
-                saved.release()
-        except SnapshotError:
-            self._disk.discard(found)
-            raise
 
     def discard_lost(self) -> None:
         """After a page of the text could not be read: forget all texts that need it, and the damaged file."""

@@ -189,8 +189,6 @@ class SwapStore(Texts[Conversation]):
 
     def put(self, conversation: Conversation, swapped: SwappedText, now: float) -> None:
         """Add a conversation that was swapped out, and evict others if there is no room. Takes over `swapped`."""
-        if conversation in self:
-            self.take(conversation)
         self._insert(conversation, swapped, now)
         self.make_room()
 
