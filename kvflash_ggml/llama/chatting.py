@@ -38,7 +38,11 @@ class Chatting:
 
         ConfigError for messages that the template refuses, and a `tool_choice` that names no tool.
         """
-        llm, bound = self._llm, PARAMETERS.bind(self._llm, *args, **settings)
+        llm = self._llm
+        try:
+            bound = PARAMETERS.bind(llm, *args, **settings)
+        except TypeError as err:
+            raise TypeError(f"Llama.create_chat_completion() {err}") from None
         bound.apply_defaults()
         given = bound.arguments
         source = llm.metadata.get("tokenizer.chat_template")
@@ -48,7 +52,7 @@ class Chatting:
         if not tools or source is None or llm.chat_handler is not None:
             return None
         template = _template(source, self._text_of(llm.token_bos()), self._text_of(llm.token_eos()))
-        rendered = template.render(_asked(given))
+        rendered = template.render(_requested(given))
         stop = [given["stop"]] if isinstance(given["stop"], str) else given["stop"] or ()
         made: dict[str, Any] = {
             **{name: value for name, value in given.items() if name not in _OURS},
@@ -118,12 +122,22 @@ def _template(source: str, bos: str, eos: str) -> ChatTemplate:
     return ChatTemplate(source, bos=bos, eos=eos)
 
 
-def _asked(given: Mapping[str, Any]) -> ChatInput:
+def _requested(given: Mapping[str, Any]) -> ChatInput:
     choice: Any = given["tool_choice"] or "auto"
-    named = None if isinstance(choice, str) else choice["function"]["name"]
-    if named is not None and named not in {tool["function"]["name"] for tool in given["tools"]}:
-        raise ConfigError(f"tool_choice names {named!r}, which is no tool: name one of `tools`")
-    choice = choice if named is None else "required"
+    named = None
+    try:
+        tools = {tool["function"]["name"] for tool in given["tools"]}
+    except (KeyError, TypeError) as err:
+        raise ConfigError('a tool is {"type": "function", "function": {"name": ..., "parameters": ...}}') from err
+    if choice not in ("auto", "required"):
+        try:
+            choice, named = "required", choice["function"]["name"]
+        except (KeyError, TypeError) as err:
+            raise ConfigError(
+                f"tool_choice={choice!r}: 'auto', 'required', 'none', or a tool's function and its name"
+            ) from err
+        if named not in tools:
+            raise ConfigError(f"tool_choice names {named!r}, which is no tool: name one of `tools`")
     return ChatInput(messages=given["messages"], tools=given["tools"], choice=choice, named=named)
 
 

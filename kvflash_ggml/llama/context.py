@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,16 +13,25 @@ import llama_cpp
 from llama_cpp import _internals as internals
 
 from ..errors import CLOSED, ConfigError, KVFlashError
-from ..sequence.sequence import Sequence
+from ..sequence.sequence import Sequence as Text
 
 _paged: weakref.WeakValueDictionary[int, PagedContext] = weakref.WeakValueDictionary()
 """The contexts that live, by address."""
 
 
+class Batch(internals.LlamaBatch):
+    """Upstream's batch, which writes before its first row for a text without tokens. ConfigError here."""
+
+    def add_sequence(self, batch: Sequence[int], seq_id: int, logits_all: bool) -> None:
+        if len(batch) == 0:
+            raise ConfigError("a text has no tokens, and this model puts none before it: embed texts that have some")
+        super().add_sequence(batch, seq_id, logits_all)
+
+
 class PagedContext(internals.LlamaContext):
     """Takes over an upstream context. Calls that change the memory go to the sequence; the rest is inherited."""
 
-    def __init__(self, base: internals.LlamaContext, sequence: Sequence) -> None:
+    def __init__(self, base: internals.LlamaContext, sequence: Text) -> None:
         # not upstream's __init__, which would make a second native context: share the one that exists
         self.__dict__.update(base.__dict__)
         self.sequence = sequence

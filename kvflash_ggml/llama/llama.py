@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
-from llama_cpp import _internals as internals
 from llama_cpp.llama_cache import BaseLlamaCache
 from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_tokenizer import LlamaTokenizer
@@ -45,7 +45,7 @@ from . import embedding, fitting, parameters, vision
 from .bias import with_bias
 from .call_lock import CallLock, changing, locked, writing
 from .chatting import PARAMETERS, Chatting
-from .context import Closed, check_adapter
+from .context import Batch, Closed, check_adapter
 from .generation import Generation, limited
 from .opening import open_pool, resize, with_sequences
 from .preview import Previews, previewed, previews_of
@@ -128,9 +128,10 @@ class Llama(llama_cpp.Llama):
     kvflash_branch: int | None = None
     """Where in the next prompt to keep what is not pooled, because other texts go on differently from there."""
 
-    def __init__(self, model_path: str, **keywords: Unpack[Keywords]) -> None:
+    def __init__(self, model_path: str | os.PathLike[str], **keywords: Unpack[Keywords]) -> None:
         self._stack = contextlib.ExitStack()  # close() needs these even when nothing has been opened
         self._call_lock = CallLock()
+        model_path = os.fspath(model_path)
         request = parameters.read(dict(keywords), parameters.defaults)
         purpose.check_model(Path(model_path), vocab_only=request.upstream.get("vocab_only", False))
         if (adapter := request.upstream.get("lora_path")) is not None:
@@ -187,7 +188,7 @@ class Llama(llama_cpp.Llama):
         self._logits_all = logits_all
         self.input_ids = np.zeros(self._n_ctx, np.intc)
         self._batch.close()  # it has room for n_ctx sequences a token: gigabytes of address space at long contexts
-        self._batch = internals.LlamaBatch(n_tokens=self.n_batch, embd=0, n_seq_max=1, verbose=self.verbose)
+        self._batch = Batch(n_tokens=self.n_batch, embd=0, n_seq_max=1, verbose=self.verbose)
         self._stack.callback(self._batch.close)
         if request.n_batch is not None:
             self.n_batch = min(self._n_ctx, request.n_batch)

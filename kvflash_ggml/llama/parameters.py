@@ -5,7 +5,10 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,12 @@ MEDIA_KEYWORDS = tuple(MediaKeywords.__annotations__)
 _PREFIX = "kvflash"
 _PATHS = ("drafter", "spill", "calibrate")
 
+_KINDS: dict[Any, tuple[str, tuple[str, ...]]] = {
+    Integral: ("a whole number", ("n_ctx", "n_batch", "n_ubatch", "n_threads", "n_threads_batch", "n_cpu_moe")),
+    (str, os.PathLike): ("the path of a file or folder", ("mmproj", "kvflash_drafter", "kvflash_spill")),
+    Iterable: ("a list", ("kvflash_pins", "device", "override_tensor", "rpc", "tensor_split")),
+}
+
 defaults: dict[str, Any] = {}
 """Keywords for every Llama that is made, where its maker does not give them. Set by `install`."""
 
@@ -68,6 +77,7 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
     """What is asked for. below: defaults. TypeError for an unknown keyword, ConfigError for what cannot work."""
     given = over(keywords, below)
     check_names(given)
+    check_kinds(given)
     rpc, trust = _servers(given)
     weights = {name: given.pop(name) for name in WEIGHT_KEYWORDS if name in given}
     upstream = {
@@ -106,6 +116,14 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
         config=config, cache=store, progress=progress, placement=placement, rpc=rpc, rpc_trust=trust, weights=weights,
         fit=fit, upstream=upstream, n_batch=_make_steps_whole(config, upstream),
     )  # fmt: skip
+
+
+def check_kinds(keywords: dict[str, Any]) -> None:
+    """Raise ConfigError for a value of a kind that nothing later could name."""
+    for kind, (what, names) in _KINDS.items():
+        for name in names:
+            if (value := keywords.get(name)) is not None and not isinstance(value, kind):
+                raise ConfigError(f"{name}={value!r}: {what}")
 
 
 def check_numbers(upstream: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import llama_cpp
 
 from ..arrays import Int32s, common_prefix
-from ..errors import CLOSED, ConfigError, ContextFull, KVFlashError
+from ..errors import CLOSED, ConfigError, ContextFull, KVFlashError, SnapshotError
 from ..native.engine import Engine
 from ..sequence import prefill, restore
 from ..snapshot import fingerprint
@@ -112,6 +112,8 @@ class Saver:
     def load_state(self, state: llama_cpp.LlamaState) -> None:
         """See `Llama.load_state`."""
         reader, llm = self.reader, self.reader.llm
+        if not isinstance(state, llama_cpp.LlamaState):
+            raise SnapshotError(f"a {type(state).__name__} is no state: give what save_state has returned")
         if state.n_tokens > llm._n_ctx:
             raise ContextFull(
                 f"Requested tokens ({state.n_tokens}) exceed context window of {llm._n_ctx}: the state is longer"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvflash_ggml import Llama
-from kvflash_ggml.errors import ConfigError, KVFlashError
+from kvflash_ggml.errors import ConfigError, KVFlashError, SnapshotError
 
 POOLS = pytest.mark.parametrize("pool", [None, 512, 4096])
 
@@ -33,6 +34,70 @@ POOLS = pytest.mark.parametrize("pool", [None, 512, 4096])
 def test_a_number_that_cannot_be(pool: int | None, settings: dict[str, Any], why: str, llama: Any) -> None:
     with pytest.raises(ConfigError, match=why):
         llama(kvflash=pool, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"n_ctx": "512"}, "n_ctx='512': a whole number"),
+        ({"n_threads": 1.5}, r"n_threads=1\.5: a whole number"),
+        ({"n_cpu_moe": "2"}, "n_cpu_moe='2': a whole number"),
+        ({"mmproj": 5}, "mmproj=5: the path"),
+        ({"kvflash_spill": 5}, "kvflash_spill=5: the path"),
+        ({"kvflash_pins": 5}, "kvflash_pins=5: a list"),
+        ({"device": 5}, "device=5: a list"),
+        ({"override_tensor": 5}, "override_tensor=5: a list"),
+        ({"rpc": 5}, "rpc=5: a list"),
+    ],
+)
+def test_a_value_of_another_kind(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Llama("missing.gguf", kvflash=512, **settings)
+
+
+def test_a_model_by_its_path(models: dict[str, Path]) -> None:
+    with closing(Llama(models["small"], vocab_only=True, verbose=False)) as llm:
+        assert llm.model_path == str(models["small"])
+
+
+def test_a_text_without_tokens_is_not_embedded(models: dict[str, Path]) -> None:
+    """Upstream writes a byte before its batch, and the process ends when that is freed."""
+    with closing(Llama(models["small"], embedding=True, n_ctx=256, verbose=False)) as llm:
+        good = llm.embed("a")
+        for texts in ("", [""], ["a", ""]):
+            with pytest.raises(ConfigError, match="a text has no tokens"):
+                llm.embed(texts)
+        assert llm.embed("a") == good
+
+
+CHAT = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "get"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"tools": "get"}, "a tool is"),
+        ({"tools": [{"type": "function"}]}, "a tool is"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, r"tool_choice=\{'type': 'function'\}: 'auto'"),
+        ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice='sometimes': 'auto'"),
+        ({"tools": [TOOL], "tool_choice": {"function": {"name": "put"}}}, "tool_choice names 'put'"),
+    ],
+)
+def test_tools_that_are_none(settings: dict[str, Any], why: str, llama: Any) -> None:
+    with pytest.raises(ConfigError, match=why):
+        llama().create_chat_completion(CHAT, **settings)
+
+
+def test_a_keyword_that_a_chat_does_not_have(llama: Any) -> None:
+    with pytest.raises(TypeError, match=r"Llama\.create_chat_completion\(\) got an unexpected keyword argument 'foo'"):
+        llama().create_chat_completion(CHAT, foo=1)
+
+
+@pytest.mark.parametrize("pool", [None, 512])
+def test_a_state_that_is_none(pool: int | None, llama: Any) -> None:
+    with pytest.raises(SnapshotError, match="a bytes is no state: give what save_state has returned"):
+        llama(kvflash=pool).load_state(b"x")
 
 
 def test_objects_of_another_kind(llama: Any) -> None:
