@@ -149,7 +149,11 @@ class Engine:
     def _request(
         self, id: str, prompt: str | Sequence[int], sampling: Sampling | None, max_tokens: int, stop: Sequence[str]
     ) -> Request:
-        """ConfigError for a prompt without tokens, or with some that the model does not have."""
+        """ConfigError for a prompt without tokens, or with some that the model does not have, and for a wrong value."""
+        if not isinstance(max_tokens, int) or max_tokens < 1:
+            raise ConfigError(f"max_tokens={max_tokens!r}: a whole number of tokens, at least 1")
+        if not isinstance(sampling, Sampling | None):
+            raise ConfigError(f"sampling={sampling!r}: a Sampling, or None")
         if isinstance(prompt, str):
             prompt = self._llm.tokenize(prompt.encode("utf-8", "replace"), special=True)
         if not len(prompt):

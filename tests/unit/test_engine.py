@@ -54,6 +54,23 @@ def test_answers_in_the_order_of_the_prompts(make: Make) -> None:
     assert engine.generate_many([]) == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"max_tokens": "4"}, "max_tokens='4': a whole number"),
+        ({"max_tokens": 0}, "max_tokens=0: a whole number"),
+        ({"sampling": {"temperature": 0}}, "sampling={'temperature': 0}: a Sampling"),
+    ],
+)
+def test_a_wrong_value_is_told_and_the_engine_goes_on(make: Make, settings: dict[str, Any], why: str) -> None:
+    """It came to the engine's thread, which ended, and every caller waited for ever."""
+    engine = make(FakeModel(reply=echo))
+    (failed,) = engine.generate_many(["one"], **settings)
+    assert failed.error is not None
+    assert failed.error.startswith(why)
+    assert [one.text for one in engine.generate_many(["one"])] == ["to one"]
+
+
 def test_a_limit_and_a_stop(make: Make) -> None:
     engine = make(FakeModel(reply=echo))
     (short,) = engine.generate_many(["prompt"], max_tokens=2)
