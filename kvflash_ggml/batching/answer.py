@@ -56,11 +56,11 @@ class TextStream:
     def _release(self, count: int, *, everything: bool = False) -> tuple[str, tuple[Logprob, ...]]:
         text, self._held = self._held[:count], self._held[count:]
         self._start += count
-        told = []
+        final = []
         # a token without text of its own, as half a character, goes with the text before it
         while self._waiting and (everything or not self._held or self._waiting[0][0] < self._start):
-            told.append(self._waiting.popleft()[1])
-        return text, tuple(told)
+            final.append(self._waiting.popleft()[1])
+        return text, tuple(final)
 
     def _beginning(self) -> int:
         """How many characters at the end could begin a stop string."""
@@ -88,8 +88,8 @@ class Answer:
     """check: called between two steps; what it raises ends the answer, and what was read stays at hand. between: called
     between two steps of the prompt, with the tokens read.
 
-    name: the identifier that its conversation gets, "" for the one it has. conversation: that identifier, once it is
-    known. preview: None for an answer that is none.
+    started: when the text was at hand; 0.0 before. name: the identifier that its conversation gets, "" for the one it
+    has. conversation: that identifier, once it is known. preview: None for an answer that is none.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Answer:
         self._check = check
         self._between = between
         self._began = clock()
-        self._started = self._first = self._last = 0.0
+        self.started = self._first = self._last = 0.0
         self._to_read = 1
         self._read_yet: int | None = None
         self._tokens: list[int] = []
@@ -129,11 +129,6 @@ class Answer:
         return None if done is None or self._first else (done, self._to_read)
 
     @property
-    def started(self) -> float:
-        """When the text was at hand; 0.0 before."""
-        return self._started
-
-    @property
     def usage(self) -> Usage:
         """So far."""
         request, now = self._job.request, self._clock()
@@ -143,8 +138,8 @@ class Answer:
             cached=len(request.tokens) - self._to_read if read and self.preview is None else 0,
             generated=len(self._tokens),
             queue_s=self._began - self._job.submitted,
-            restore_s=(self._started or now) - self._began,
-            prompt_s=(self._first or now) - (self._started or now),
+            restore_s=(self.started or now) - self._began,
+            prompt_s=(self._first or now) - (self.started or now),
             generation_s=self._last - self._first if read else 0.0,
             missed=self._missed,
             preview=self.preview,
@@ -172,7 +167,7 @@ class Answer:
         if self._paused is None:
             self._before = model.counters()
             sink(Started(conversation=conversation.id, preview=self.preview))
-            self._started = self._clock()
+            self.started = self._clock()
         branch = slot.branch(request) if self._paused is None else None
         with closing(model.generate(request, branch=branch, progress=self._progress, paused=self._paused)) as stream:
             reason = yield from self._read(model, stream, min(request.max_tokens, room))
@@ -199,7 +194,7 @@ class Answer:
         return replace(request, tokens=tokens, reading=None, reuse=False)
 
     def _read(
-        self, model: Model, stream: Iterator[int | Pending | None], most: int
+        self, model: Model, stream: Iterator[int | Pending | None], limit: int
     ) -> Generator[Pending | None, None, str]:
         """Take at most so many tokens, and return why the answer ends: "stop" or "length". PutAside."""
         request = self._job.request
@@ -214,7 +209,7 @@ class Answer:
                 self.gaps.append(self._last - before)
             before = self._last
             self._first = self._first or self._last
-            if most == 0:
+            if limit == 0:
                 break
             if model.ends(token) and not endless:
                 return "stop"
@@ -226,7 +221,7 @@ class Answer:
                 model.checkpoint()
             if self._text.stopped is not None:
                 return "stop"
-            if len(self._tokens) >= most:
+            if len(self._tokens) >= limit:
                 break
             if self._job.full() and request.reuse and self.preview is None:
                 self._paused = model.pause(self._tokens)

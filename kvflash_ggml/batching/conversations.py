@@ -65,9 +65,9 @@ class Conversations:
         return "" if id and self.keeps(id, Access()) else id
 
     def describe(self, access: Access) -> list[dict[str, Any]]:
-        """Describe all that are known, the one used last at the end. No text."""
-        known = [*self._store, *self._held()]
-        return [self._facts(conversation) for conversation in known if access.may(conversation.salt)]
+        """Describe all conversations, the one used last at the end. No text."""
+        conversations = [*self._store, *self._held()]
+        return [self._facts(conversation) for conversation in conversations if access.may(conversation.salt)]
 
     def _held(self) -> list[Conversation]:
         """Return what the slots hold, the one used last at the end."""
@@ -94,7 +94,7 @@ class Conversations:
                 logger.warning("%s is left alone: %s", path.name, err)
                 continue
             stored = Stored(path=path, places=swapped.places)
-            known = Conversation(
+            conversation = Conversation(
                 id=name["id"],
                 salt=name["salt"],
                 prompt=int(name["prompt"]),
@@ -102,10 +102,10 @@ class Conversations:
                 stored=stored,
             )
             swapped.release()
-            if known.id in adopted:  # the earlier server was killed before it could delete this file
-                self._store.erase(adopted[known.id])
-            adopted[known.id] = known
-            self._store.add(known, salt=known.salt)
+            if conversation.id in adopted:  # the earlier server was killed before it could delete this file
+                self._store.erase(adopted[conversation.id])
+            adopted[conversation.id] = conversation
+            self._store.add(conversation, salt=conversation.salt)
 
     def swap_out(self, id: str, access: Access) -> bool:
         """Put a conversation aside; False if it is not known."""

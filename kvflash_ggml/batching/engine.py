@@ -122,10 +122,10 @@ class Engine:
         """
         ended: queue.SimpleQueue[tuple[int, Completion]] = queue.SimpleQueue()
         waiting, running, done = enumerate(prompts), dict[int, str](), dict[int, Completion]()
-        most = AHEAD * len(self._scheduler.slots)
+        max_running = AHEAD * len(self._scheduler.slots)
         try:
             while True:
-                for number, prompt in islice(waiting, most - len(running)):
+                for number, prompt in islice(waiting, max_running - len(running)):
                     id = running[number] = self._name()
                     collected = _Collected(number, ended)
                     try:

@@ -60,11 +60,11 @@ class SwappedSequence:
         self.saved.release()
 
 
-def _levelled(steps: Sequence[Pending], most: int, each: int) -> list[Pending]:
+def _levelled(steps: Sequence[Pending], max_rows: int, each: int) -> list[Pending]:
     """Give steps equally many rows: at most so many in all, and so many each. Those that have no room for them are left
     out, and are computed alone later.
     """
-    rows = min(max(step.rows for step in steps), most // len(steps), each)
+    rows = min(max(step.rows for step in steps), max_rows // len(steps), each)
     return [step for step in steps if step.rows == rows or step.answer.level(step, rows)]
 
 
@@ -91,7 +91,10 @@ class LlamaModel:
 
         from ..llama.opening import open_beside  # here, as below: a fake model needs no llama_cpp
 
-        self._llm = llm
+        self.llm = llm
+        self.n_ctx = llm.n_ctx()
+        self.prompt_rows = self._sequence.pool.n_ubatch
+        self.step_rows = min(MAX_ROWS, len(self._sequence.engine.token))
         self._images: dict[int, Sequence[Image]] = {}
         self.beside: Sequence[LlamaModel] = ()
         if llm._config.sequences > 1 and self._sequence.seq == 0:
@@ -100,6 +103,7 @@ class LlamaModel:
                 one._images = self._images
         llm.kvflash_together = llm._config.sequences > 1
         self._stats = llm.kvflash
+        self.stateful = self._stats.stateful
         self._speculator = llm._reader.speculator
         vocab = llm._model.vocab
         self._is_eog: Callable[[int], bool] = lambda token: bool(llama_cpp.llama_vocab_is_eog(vocab, token))
@@ -112,16 +116,8 @@ class LlamaModel:
         self._read_otherwise = False
 
     @property
-    def llm(self) -> Llama:
-        return self._llm
-
-    @property
-    def n_ctx(self) -> int:
-        return self._llm.n_ctx()
-
-    @property
     def fingerprint(self) -> str:
-        facts = json.dumps(self._llm._saver.snapshots.fingerprint, sort_keys=True)
+        facts = json.dumps(self.llm._saver.snapshots.fingerprint, sort_keys=True)
         return hashlib.sha256(facts.encode()).hexdigest()[:32]
 
     @property
@@ -130,14 +126,6 @@ class LlamaModel:
         devices = ", ".join(device.name for device in self._stats.devices)
         return f"{devices}, {build['flavour']} build {build['patches_hash']} {build.get('cpu_library', '')}"
 
-    @property
-    def step_rows(self) -> int:
-        return min(MAX_ROWS, len(self._sequence.engine.token))
-
-    @property
-    def prompt_rows(self) -> int:
-        return self._sequence.pool.n_ubatch
-
     def limit_prompt_steps(self, rows: int | None) -> None:
         text = self._sequence
         if not (text.config.deterministic or text.config.deterministic_batch):
@@ -145,27 +133,23 @@ class LlamaModel:
 
     @property
     def _sequence(self) -> Text:
-        found = self._llm._reader.sequence
+        found = self.llm._reader.sequence
         assert found is not None
         return found
 
     @property
-    def stateful(self) -> bool:
-        return self._stats.stateful
-
-    @property
     def tokens(self) -> Int32s:
-        return self._llm.input_ids[: self._llm.n_tokens]
+        return self.llm.input_ids[: self.llm.n_tokens]
 
     def usable(self, tokens: Int32s) -> int:
         places = self._stats.checkpoints if self.stateful else None
         return usable(self.tokens, places, tokens)
 
-    def preview(self, request: Request, known: int) -> Int32s | None:
-        tokens, prefixes = request.tokens, self._llm._reader.prefixes
+    def preview(self, request: Request, cached: int) -> Int32s | None:
+        tokens, prefixes = request.tokens, self.llm._reader.prefixes
         if prefixes is not None and request.reuse and not request.salt:
-            known = max(known, prefixes.usable(tokens))
-        places = preview.part(tokens, known, self._share)
+            cached = max(cached, prefixes.usable(tokens))
+        places = preview.part(tokens, cached, self._share)
         return None if places is None else tokens[places]
 
     def generate(
@@ -176,7 +160,7 @@ class LlamaModel:
         progress: Progress,
         paused: Paused | None = None,
     ) -> Generator[int | Pending | None]:
-        llm, sampling = self._llm, request.sampling
+        llm, sampling = self.llm, request.sampling
         processor = with_bias(None, dict(sampling.logit_bias)) if sampling.logit_bias else None
         grammar = Grammar(text=sampling.grammar) if isinstance(sampling.grammar, str) else sampling.grammar
         llm.set_seed(sampling.seed)
@@ -224,7 +208,7 @@ class LlamaModel:
 
     def _load(self, images: Sequence[Image]) -> None:
         """Have the rows of these images, and of those of all running requests, known to the steps that come."""
-        sequence = self._llm._reader.sequence
+        sequence = self.llm._reader.sequence
         assert sequence is not None
         self._images[id(self)] = images
         sequence.pool.media.begin()
@@ -248,13 +232,13 @@ class LlamaModel:
             step.seconds, step.beside = seconds, rows - step.rows
 
     def deal(self, answered: Sequence[tuple[model.Model, int]]) -> None:
-        assert self._llm._config is not None
+        assert self.llm._config is not None
         alone = answered[0][0] if len(answered) == 1 else None
         why_not = ANOTHER if alone is not None else f"{len(answered)} texts are decoded together"
         for text in sorted((self, *self.beside), key=lambda text: text is alone):  # who has them gives them back first
             if text._speculator is not None:
                 text._speculator.lend(None if text is alone else why_not)
-        if not self._llm._config.is_elastic:
+        if not self.llm._config.is_elastic:
             return
         wanted = {}
         for one, tokens in answered:
@@ -263,7 +247,7 @@ class LlamaModel:
         self._sequence.pool.deal(wanted)
 
     def pause(self, drawn: Sequence[int]) -> Paused:
-        return Paused(tuple(drawn), self._llm._sampler)
+        return Paused(tuple(drawn), self.llm._sampler)
 
     def piece(self, token: int) -> bytes:
         return self._known(token)[0]
@@ -272,36 +256,36 @@ class LlamaModel:
         return self._known(token)[1]
 
     def _known(self, token: int) -> tuple[bytes, bool]:
-        known = self._pieces.get(token)
-        if known is None:
-            piece = bytes(self._llm._model.detokenize([token])) if token >= 0 else b""  # a row of an image
-            known = self._pieces[token] = (piece, self._is_eog(token))
-        return known
+        cached = self._pieces.get(token)
+        if cached is None:
+            piece = bytes(self.llm._model.detokenize([token])) if token >= 0 else b""  # a row of an image
+            cached = self._pieces[token] = (piece, self._is_eog(token))
+        return cached
 
     def logprob(self, token: int, top: int) -> Logprob:
-        logits: Floats = self._llm.newest_logits()
-        most = logits.max()
-        shares = logits - (most + np.log(np.exp(logits - most, dtype=np.float64).sum()))
+        logits: Floats = self.llm.newest_logits()
+        highest = logits.max()
+        shares = logits - (highest + np.log(np.exp(logits - highest, dtype=np.float64).sum()))
         best = np.argpartition(-shares, top)[:top] if 0 < top < len(shares) else np.empty(0, np.intp)
         best = best[np.argsort(-shares[best], kind="stable")]
-        told = tuple((int(t), self.piece(int(t)), float(shares[t])) for t in best)
-        return Logprob(token=token, piece=self.piece(token), logprob=float(shares[token]), top=told)
+        alternatives = tuple((int(t), self.piece(int(t)), float(shares[t])) for t in best)
+        return Logprob(token=token, piece=self.piece(token), logprob=float(shares[token]), top=alternatives)
 
     def checkpoint(self) -> None:
         if self.stateful:
-            self._llm.checkpoint()
+            self.llm.checkpoint()
 
     def swap_out(self) -> SwappedSequence:
-        return SwappedSequence(self._llm.park(), stateful=self.stateful, read_otherwise=self._read_otherwise)
+        return SwappedSequence(self.llm.park(), stateful=self.stateful, read_otherwise=self._read_otherwise)
 
     def swap_in(self, swapped: SwappedText) -> None:
         assert isinstance(swapped, SwappedSequence)
-        self._llm.resume(swapped.saved)
+        self.llm.resume(swapped.saved)
         self._read_otherwise = swapped.read_otherwise
 
     def reset(self) -> None:
         self.unpin()
-        self._llm.reset()
+        self.llm.reset()
         self._read_otherwise = False
 
     def unpin(self) -> None:
@@ -314,11 +298,11 @@ class LlamaModel:
 
     def write(self, swapped: SwappedText, path: Path, *, sync: bool) -> None:
         assert isinstance(swapped, SwappedSequence)
-        self._llm.write_parked(swapped.saved, path, sync=sync)
+        self.llm.write_parked(swapped.saved, path, sync=sync)
 
     def read(self, path: Path) -> SwappedSequence:
         # a file does not say how requests had it read
-        return SwappedSequence(self._llm.read_parked(path), stateful=self.stateful, read_otherwise=True)
+        return SwappedSequence(self.llm.read_parked(path), stateful=self.stateful, read_otherwise=True)
 
     def when_full(self, give_way: Callable[[], bool]) -> None:
         self._stats.when_full(give_way)
@@ -351,4 +335,4 @@ class LlamaModel:
         }
 
     def close(self) -> None:
-        self._llm.close()
+        self.llm.close()

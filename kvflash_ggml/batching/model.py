@@ -114,7 +114,18 @@ class Model(Protocol):
     """One text of a model, and others that can take its place. A model can have several texts at hand: `beside`.
 
     All calls are made on one thread. `generate` is read to its end, or closed, before the next call.
+
+    These never change: n_ctx, most tokens of a text. step_rows, prompt_rows: rows of the steps that `compute` takes
+    together, at most, of answers and of prompts. readings, answers: what tokens of a prompt, and generated tokens, can
+    be made to see. stateful: a text can be gone on from only where its state was kept.
     """
+
+    n_ctx: int
+    step_rows: int
+    prompt_rows: int
+    readings: tuple[str, ...]
+    answers: tuple[str, ...]
+    stateful: bool
 
     def limit_prompt_steps(self, rows: int | None) -> None:
         """Let the next steps of a prompt have so many tokens at most; None for as many as fit.
@@ -141,9 +152,6 @@ class Model(Protocol):
         ...
 
     @property
-    def n_ctx(self) -> int: ...
-
-    @property
     def fingerprint(self) -> str:
         """What must be equal for a text to go on in another process, as 32 hexadecimal digits."""
         ...
@@ -151,26 +159,6 @@ class Model(Protocol):
     @property
     def made(self) -> str:
         """Devices and build. Where they are equal too, a text goes on bitwise, else up to rounding."""
-        ...
-
-    @property
-    def step_rows(self) -> int:
-        """Rows of the steps of answers that `compute` takes together, at most. Always the same."""
-        ...
-
-    @property
-    def prompt_rows(self) -> int:
-        """The same of steps that read prompts."""
-        ...
-
-    @property
-    def readings(self) -> tuple[str, ...]:
-        """What tokens of a prompt can be made to see. Always the same."""
-        ...
-
-    @property
-    def answers(self) -> tuple[str, ...]:
-        """What generated tokens can be made to see. Always the same."""
         ...
 
     @property
@@ -182,15 +170,11 @@ class Model(Protocol):
         """How much of a prompt need not be read if it goes on from the text at hand."""
         ...
 
-    def preview(self, request: Request, known: int) -> Int32s | None:
-        """The part of a prompt that a preview reads; None unless that is less than half of what is not `known`, here or
-        in a prefix cache.
-        """
-        ...
+    def preview(self, request: Request, cached: int) -> Int32s | None:
+        """Return the part of a prompt that a preview reads; None unless it is less than half of what must be read.
 
-    @property
-    def stateful(self) -> bool:
-        """Can a text be gone on from only where its state was kept?"""
+        cached: tokens that need not be read, unless a prefix cache has more.
+        """
         ...
 
     def generate(

@@ -62,7 +62,7 @@ class RetrySlots:
     def __init__(self) -> None:
         self._ahead: list[_RetrySlot] = []  # a heap
         self._expected: deque[_RetrySlot] = deque()  # due, and not yet given up
-        self._told: dict[Hashable, list[_RetrySlot]] = {}  # of each: ahead, or expected
+        self._booked: dict[Hashable, list[_RetrySlot]] = {}  # of each: ahead, or expected
         self._line: Counter[Hashable] = Counter()  # of each key: how many are ahead
         self._share = 1.0
         self._largest = 1
@@ -72,18 +72,18 @@ class RetrySlots:
         once. alike: how many wait.
         """
         self._advance(now)
-        told = self._told.get(who, [])
-        if len(told) >= alike + TWINS:
-            told.append(told.pop(0))
-            return max(told[-1].due - now, 0.0)
+        booked = self._booked.get(who, [])
+        if len(booked) >= alike + TWINS:
+            booked.append(booked.pop(0))
+            return max(booked[-1].due - now, 0.0)
         mine = self._line[key]
         before = sum(min(count, mine + 1) for other, count in self._line.items() if other != key) + mine
         place = _RetrySlot(now + min(SLACK * pace * (size + self._share * before), LONGEST_S), who, key, size)
         if len(self._ahead) >= MAX_REMEMBERED:
             return place.due - now
         self._largest = max(self._largest, size)
-        told.append(place)
-        self._told[who] = told
+        booked.append(place)
+        self._booked[who] = booked
         heapq.heappush(self._ahead, place)
         self._line[key] += size
         return place.due - now
@@ -91,7 +91,7 @@ class RetrySlots:
     def came(self, who: Hashable, now: float) -> bool:
         """Somebody asks: was it told to come about now?"""
         self._advance(now)
-        place = next((one for one in self._told.get(who, ()) if one.due <= now), None)
+        place = next((one for one in self._booked.get(who, ()) if one.due <= now), None)
         if place is None:
             return False
         self._give_up(place)
@@ -100,7 +100,7 @@ class RetrySlots:
 
     def found(self, who: Hashable) -> None:
         """Somebody who was not expected has found room: it does not come again, if it was told to."""
-        place = next(iter(self._told.get(who, ())), None)
+        place = next(iter(self._booked.get(who, ())), None)
         if place is not None:
             self._leave_line(place)
             self._give_up(place)
@@ -130,7 +130,7 @@ class RetrySlots:
         """Nobody waits any more: there is room at once, whatever those were told who have not come again."""
         self._ahead.clear()
         self._expected.clear()
-        self._told.clear()
+        self._booked.clear()
         self._line.clear()
         self._largest = 1
 
@@ -153,9 +153,9 @@ class RetrySlots:
 
     def _give_up(self, place: _RetrySlot) -> None:
         place.gone = True
-        told = [one for one in self._told.pop(place.who) if one is not place]
-        if told:
-            self._told[place.who] = told
+        booked = [one for one in self._booked.pop(place.who) if one is not place]
+        if booked:
+            self._booked[place.who] = booked
 
 
 # --- the queue
@@ -197,7 +197,10 @@ class Job:
 
 
 class RequestQueue:
-    """Any thread puts and removes; the engine's takes. Higher priorities first, then keys in turn, then in order."""
+    """Any thread puts and removes; the engine's takes. Higher priorities first, then keys in turn, then in order.
+
+    tokens: of the prompts that wait.
+    """
 
     def __init__(self, *, most: int, most_tokens: int) -> None:
         self._most = most
@@ -205,17 +208,12 @@ class RequestQueue:
         self._lanes: dict[tuple[int, str], deque[Job]] = {}
         self._places = RetrySlots()
         self._alike: Counter[Hashable] = Counter()
-        self._tokens = 0
+        self.tokens = 0
         self._count = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return self._count
-
-    @property
-    def tokens(self) -> int:
-        """Prompt tokens that wait."""
-        return self._tokens
 
     def never(self, sizes: Sequence[int]) -> str | None:
         """Why requests of so many tokens each can never wait together, however empty the queue is; None if they can."""
@@ -252,7 +250,7 @@ class RequestQueue:
 
     def _full(self, more: int, size: int, kept: int) -> str | None:
         """Why there is no room for so many, of so many tokens, so many places being kept; None if there is."""
-        later, count, tokens = "try again later, or start the server with a larger", self._count, self._tokens
+        later, count, tokens = "try again later, or start the server with a larger", self._count, self.tokens
         if count + more + kept > self._most:
             others = f" and {kept} more were told to come now" if kept else ""
             return f"{count} requests wait{others}, and {self._most} may: {later} --max-queue"
@@ -276,8 +274,8 @@ class RequestQueue:
             if not self._lanes:
                 self._places.clear()
                 return None
-            most = max(priority for priority, _ in self._lanes)
-            lane = next(lane for lane in self._lanes if lane[0] == most)
+            highest = max(priority for priority, _ in self._lanes)
+            lane = next(lane for lane in self._lanes if lane[0] == highest)
             jobs = self._lanes.pop(lane)
             job = jobs.popleft()
             if jobs:
@@ -298,12 +296,12 @@ class RequestQueue:
             return gone
 
     def _count_in(self, job: Job) -> None:
-        self._tokens += len(job.request.tokens)
+        self.tokens += len(job.request.tokens)
         self._count += 1
         self._alike[job.who] += 1
 
     def _forget(self, job: Job) -> None:
-        self._tokens -= len(job.request.tokens)
+        self.tokens -= len(job.request.tokens)
         self._count -= 1
         self._alike[job.who] -= 1
         if not self._alike[job.who]:

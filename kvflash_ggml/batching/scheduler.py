@@ -160,8 +160,8 @@ class Scheduler:
     @property
     def reading(self) -> list[tuple[Request, tuple[int, int]]]:
         """Return the requests whose prompts are being read, behind a preview too: tokens read, and those to read."""
-        known = [(one.job.request, one.answer.reading) for one in self._running.copy()]
-        return [(request, read) for request, read in known if read is not None]
+        running = [(one.job.request, one.answer.reading) for one in self._running.copy()]
+        return [(request, read) for request, read in running if read is not None]
 
     def doing(self, request: Request) -> str:
         """What becomes of a request that was submitted, in a word or two: "queued", "fetching", "reading 512/2048"."""
@@ -212,12 +212,12 @@ class Scheduler:
         """
         self.submit_together([(request, sink, full)])
 
-    def submit_together(self, asked: Sequence[tuple[Request, Callable[[Event], None], Callable[[], bool]]]) -> None:
+    def submit_together(self, requests: Sequence[tuple[Request, Callable[[Event], None], Callable[[], bool]]]) -> None:
         """All of one client's requests, each with its `sink` and `full`, or none of them. Errors: those of `submit`."""
         if self._stopping:
             raise KVFlashError("the server is shutting down: try again later")
         now = self._clock()
-        jobs = {request.id: Job(request=request, sink=sink, full=full, submitted=now) for request, sink, full in asked}
+        jobs = {one.id: Job(request=one, sink=sink, full=full, submitted=now) for one, sink, full in requests}
         self._jobs |= jobs
         try:
             self.waiting.put(*jobs.values(), pace=self._pace)
@@ -492,7 +492,8 @@ class Scheduler:
         self._leave(one)
         self.stalls += 1
         try:
-            one.slot.swap_out(unfinished=True)
+            one.slot.interrupt()
+            one.slot.swap_out()
         except Exception:
             logger.exception("the text could not be put aside")
             self._forget_text(one.slot)

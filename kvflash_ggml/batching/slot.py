@@ -151,17 +151,17 @@ class Slot:
         A text that shares less than a chunk is another one. Call it before `take`.
         """
         mine, tokens = self.conversation, request.tokens
-        known = [(0, 0)]
+        texts = [(0, 0)]
         if mine is not None and mine.salt == request.salt and not self._private:
-            known.append((common_prefix(self.model.tokens, tokens), len(self.model.tokens)))
-        shared, length = max(*known, self._store.nearest(tokens, salt=request.salt))
+            texts.append((common_prefix(self.model.tokens, tokens), len(self.model.tokens)))
+        shared, length = max(*texts, self._store.nearest(tokens, salt=request.salt))
         return shared if request.reuse and CHUNK <= shared < min(length, len(tokens) - 1) else None
 
     def preview(self, request: Request) -> Int32s | None:
         """The tokens that a preview of a request reads; None where the prompt is to be read as usual."""
         _, length = self._store.find(request.tokens, salt=request.salt, name=request.conversation)
-        known = max(self._live(request)[0], length) if request.reuse else 0
-        return self.model.preview(request, known)
+        cached = max(self._live(request)[0], length) if request.reuse else 0
+        return self.model.preview(request, cached)
 
     def continues(self, request: Request) -> str:
         """Return the identifier of the conversation that a prompt continues; "" for none."""
@@ -212,10 +212,8 @@ class Slot:
         if found is not None:
             self._store.lose(found)
 
-    def swap_out(self, *, unfinished: bool = False) -> None:
-        """Put the text at hand aside. unfinished: see `interrupt`."""
-        if unfinished:
-            self.interrupt()
+    def swap_out(self) -> None:
+        """Swap the text at hand out."""
         self._swap_out()
         self.clear()
 

@@ -180,11 +180,11 @@ class PageTable:
         self.pins = pins
 
     def _check_pins(self, count: int, what: str) -> None:
-        most = self.blocks.count - self.sinks - self.tail - 2
-        if self.bounded and count > most:
+        max_pins = self.blocks.count - self.sinks - self.tail - 2
+        if self.bounded and count > max_pins:
             raise ConfigError(
                 f"{what} would hold {count} chunks, but a pool of {self.blocks.count} blocks can "
-                f"hold {most} pins: use a larger pool or pin less"
+                f"hold {max_pins} pins: use a larger pool or pin less"
             )
 
     def unpin_all(self) -> None:
@@ -270,12 +270,12 @@ class PageTable:
         """Take a plan over whose moves are done and whose rows are draft rows. `accept` follows."""
         self.commit(plan._replace(layout=replace(plan.layout, length=self.length)))
 
-    def shrink(self, most: int, ranking: Ranking | None = None) -> Plan:
-        """Plan the text in at most `most` blocks, or in the `unevictable` ones. ranking: the lowest leave first."""
+    def shrink(self, max_blocks: int, ranking: Ranking | None = None) -> Plan:
+        """Plan the text in `max_blocks` blocks, or in the `unevictable` ones. ranking: the lowest leave first."""
         old = self.layout
         keep = self.protected_at(old.length)
         able = residency.victims(old.chunks, old.resident_chunks, self.images, keep, ranking)
-        gone = able[: max(0, len(old.resident_chunks) - most)]
+        gone = able[: max(0, len(old.resident_chunks) - max_blocks)]
         if not gone:
             return Plan(old, NO_MOVES)
         chunks, moves = [*old.chunks], Moves()

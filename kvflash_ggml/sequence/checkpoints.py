@@ -65,9 +65,9 @@ class Checkpoints:
         """
         if self._engine.info.n_swa == 0:
             restored = self.restored
-            known = restored[1] if restored is not None and restored[0] == length else self._states.get(length)
-            if isinstance(known, Bytes):
-                return known
+            kept = restored[1] if restored is not None and restored[0] == length else self._states.get(length)
+            if isinstance(kept, Bytes):
+                return kept
         return self.copies.copy()
 
     def load(self, states: Mapping[int, Blob], length: int, state: Blob) -> None:
@@ -78,9 +78,9 @@ class Checkpoints:
 
     def _cheapest(self) -> int:
         """Return the position whose loss costs the fewest tokens to read again. The newest state stays."""
-        known = [0, *sorted(self._states)]
-        again = {b: b - a for a, b in pairwise(known[:-1])}
-        return min(again, key=again.__getitem__, default=known[-1])
+        places = [0, *sorted(self._states)]
+        again = {b: b - a for a, b in pairwise(places[:-1])}
+        return min(again, key=again.__getitem__, default=places[-1])
 
     def truncate(self, length: int) -> None:
         """Drop the states beyond `length`, where the text was cut."""

@@ -44,7 +44,7 @@ class HostKeys:
         self._threads = threads or most_threads(idle=False)
         self.shapes: Sequence[KeyShape] = key_shapes(engine)
         # rows of the newest score and their addresses: one tuple, so that an interrupt cannot separate them
-        self._known: tuple[list[Row], npt.NDArray[np.uint64]] = [], np.empty(0, np.uint64)
+        self._cached: tuple[list[Row], npt.NDArray[np.uint64]] = [], np.empty(0, np.uint64)
 
     def read(self, chunk: int) -> list[Floats]:
         return self._engine.keys(np.frombuffer(self._store.bytes_of(chunk), np.uint8))
@@ -73,18 +73,18 @@ class HostKeys:
         """Return the addresses of rows. Most are known: asking all of them takes milliseconds, and the next token would
         wait.
         """
-        known, addresses = self._known
+        known, addresses = self._cached
         if len(rows) < len(known) or not all(map(is_, rows, known)):
             known = []
         new = [row.__array_interface__["data"][0] for row in rows[len(known) :]]
         addresses = np.concatenate([addresses[: len(known)], np.array(new, np.uint64)])
-        self._known = list(rows), addresses
+        self._cached = list(rows), addresses
         return addresses
 
     def truncate(self, n_chunks: int) -> None:
         """Release the rows from `n_chunks` on, which the last score used."""
-        rows, addresses = self._known
-        self._known = rows[:n_chunks], addresses[:n_chunks]
+        rows, addresses = self._cached
+        self._cached = rows[:n_chunks], addresses[:n_chunks]
 
     def score_keys(self, chunks: Sequence[int], request: ScoreRequest, heads: Pairs | None = None) -> Floats:
         heads = every_head(self.shapes) if heads is None else heads

@@ -38,7 +38,7 @@ class Text(Protocol):
 
     def settle(self) -> None: ...
 
-    def shrink(self, most: int) -> None: ...
+    def shrink(self, max_blocks: int) -> None: ...
 
 
 class Pool:
@@ -229,14 +229,14 @@ class Pool:
             self._note(step.seq, ids[:start], len(ids))
         return self.media.rows(ids[max(0, start - 1) : start], step.tokens)
 
-    def place(self, seq: int, ids: Int32s, most: int) -> None:
-        """Note the positions of a text's rows `ids`, of `most` that it can have."""
+    def place(self, seq: int, ids: Int32s, max_rows: int) -> None:
+        """Note the positions of a text's rows `ids`, of `max_rows` that it can have."""
         self.engine.places.pop(seq, None)
         if self.engine.info.n_pos > 1 and (ids < 0).any():
-            self._note(seq, ids, most)
+            self._note(seq, ids, max_rows)
 
-    def _note(self, seq: int, ids: Int32s, most: int) -> None:
-        room = most + len(self.engine.token)  # draft rows can end beyond it
+    def _note(self, seq: int, ids: Int32s, max_rows: int) -> None:
+        room = max_rows + len(self.engine.token)  # draft rows can end beyond it
         places = np.arange(room + 1, dtype=np.int32)
         np.cumsum(advances_of(ids), out=places[1 : len(ids) + 1])
         self.engine.places[seq] = places

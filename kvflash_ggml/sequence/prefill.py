@@ -67,11 +67,11 @@ class Prefill:
         self.total = len(self.tokens)
         self.stretches = [self.total] if self.tokens.min() >= 0 else list(self.text.pool.media.stretches(self.tokens))
 
-    def read(self, known: Replay | None) -> None:
-        """Evaluate the prompt. known: its ending, if it was read before."""
+    def read(self, replay: Replay | None) -> None:
+        """Evaluate the prompt. replay: its ending, if it was read before."""
         self._forget()
-        if known is not None:
-            self._replay(known)
+        if replay is not None:
+            self._replay(replay)
         elif self.text.reading.exact:
             self._read_exactly()
         else:
@@ -110,7 +110,7 @@ class Prefill:
 
     # --- three readers
 
-    def _replay(self, known: Replay) -> None:
+    def _replay(self, replay: Replay) -> None:
         """Evaluate a known prompt ending with the residency it had the first time: the same question gets the same
         answer.
         """
@@ -118,10 +118,10 @@ class Prefill:
         assert relevance.scoring is not None
         with text.recovery.told():
             text.checkpoints.before_step(text.length, wanted=True)
-        relevance.ranking, relevance.rebuild = known.table.scores, known.rebuild
-        text.compute(text.prepare(known.tokens, self._logits, self.after, places=known.table))
-        relevance.ranking, relevance.rebuild = known.ranking, known.due
-        relevance.scoring.replays.keep(known)
+        relevance.ranking, relevance.rebuild = replay.table.scores, replay.rebuild
+        text.compute(text.prepare(replay.tokens, self._logits, self.after, places=replay.table))
+        relevance.ranking, relevance.rebuild = replay.ranking, replay.due
+        relevance.scoring.replays.keep(replay)
         self._count(self.total)
         self._report()
 
@@ -138,7 +138,7 @@ class Prefill:
         if scoring is not None:
             text.relevance.take(scoring.take())  # the answer begins with the chunks that the prompt's end asks for
             if not text.sees_everything:
-                text.stats.ranked, text.stats.ranked_why = scoring.masses.told
+                text.stats.ranked, text.stats.ranked_why = scoring.masses.ranked
 
     def _read_by_pool(self) -> None:
         """Evaluate the prompt with the resident chunks in view, then its question again with the chunks it asks for."""
@@ -297,13 +297,13 @@ def extend(
     if not len(tokens):  # the text stays as it is
         sequence.stats = ReadStats()
         return
-    exact, known = sequence.reading.exact, None
+    exact, replay = sequence.reading.exact, None
     if sequence.scoring is not None and not exact and (prompt or len(tokens) > 1):
-        known = in_one_step(sequence, sequence.scoring.replays.at(sequence.length, tokens))
-    if len(tokens) == 1 and known is None and not (prompt and exact):
+        replay = in_one_step(sequence, sequence.scoring.replays.at(sequence.length, tokens))
+    if len(tokens) == 1 and replay is None and not (prompt and exact):
         sequence.finish(sequence.prepare_answer(tokens, EVERY if output_all else LAST, after))
         return
-    Prefill(sequence, tokens, output_all, after, progress, checkpoint).read(known)
+    Prefill(sequence, tokens, output_all, after, progress, checkpoint).read(replay)
 
 
 def may_share(sequence: Sequence, count: int) -> bool:

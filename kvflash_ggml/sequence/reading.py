@@ -82,8 +82,8 @@ class AttentionSpan:
     @property
     def tokens(self) -> int:
         """Tokens that a streamed step can see at least, its own included; 0 without layer buffers."""
-        most = self._pool.heap.most
-        return self._pool.stage_slots if most is None else min(self._pool.stage_slots, most * CHUNK)
+        max_images = self._pool.heap.most
+        return self._pool.stage_slots if max_images is None else min(self._pool.stage_slots, max_images * CHUNK)
 
     def of(
         self, plan: Plan, start: int, count: int, ranking: Ranking | None, *, stream: bool

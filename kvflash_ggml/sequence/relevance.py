@@ -70,9 +70,9 @@ class Relevance:
         assert self.scoring is not None
         length = len(tokens)
         protected = frozenset(self._table.protected_at(length))
-        known = length - self._queries.valid_from
+        captured = length - self._queries.valid_from
         seen = () if view is None else (*view.chunks, *range(start // CHUNK, length // CHUNK))
-        self.scoring.request(tokens, length // CHUNK, protected, rows=rows, known=known, asked=asked, seen=seen)
+        self.scoring.request(tokens, length // CHUNK, protected, rows=rows, captured=captured, asked=asked, seen=seen)
 
     def forget(self) -> None:
         """Begin a new request: no score of the last one counts."""

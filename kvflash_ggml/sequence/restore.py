@@ -156,8 +156,8 @@ def _state_at(text: Sequence, length: int) -> Blob:
         return text.checkpoints.at(text.length)
     states = text.checkpoints.state()
     if length not in states:
-        known = ", ".join(map(str, [*sorted(states), text.length]))
+        positions = ", ".join(map(str, [*sorted(states), text.length]))
         raise SnapshotError(
-            f"the recurrent state or sliding window after {length} tokens is not known: it is after {known}"
+            f"the recurrent state or sliding window after {length} tokens is not known: it is after {positions}"
         )
     return states[length]

@@ -31,7 +31,7 @@ class AttentionScores:
         self._ring = ring
 
     @property
-    def told(self) -> tuple[str, str]:
+    def ranked(self) -> tuple[str, str]:
         """How the end of the newest prompt was scored, and why not exactly: see `reading.ReadStats`."""
         if not isinstance(self._scorer, Exact):
             return "", ""
@@ -71,7 +71,7 @@ class AttentionScores:
         return ticket, Masses(heads=asked.heads, rows=len(asked.rows), chunks=np.array(chunks, np.int64), values=values)
 
     def still_wanted(self, masses: Masses | None, n_chunks: int, rows: int) -> Masses | None:
-        """Return the scores if the policy would still request the same heads; else None, and `told` says so."""
+        """Return the scores if the policy would still request the same heads; else None, and `ranked` says so."""
         if masses is None or not isinstance(self._scorer, Exact):
             return masses
         heads, _ = self._scorer.masses_wanted(n_chunks, rows)

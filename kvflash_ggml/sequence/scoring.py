@@ -186,17 +186,17 @@ class Scoring:
         protected: frozenset[int],
         *,
         rows: int | None = None,
-        known: int | None = None,
+        captured: int | None = None,
         asked: Asked = NOBODY,
         seen: Sequence[int] = (),
     ) -> None:
         """Score the chunks against the newest `rows` queries, beside the compute; by default against all that are kept.
 
-        known: how many of the newest tokens have captured queries, None for all that are kept. asked: the request to
+        captured: how many of the newest tokens have captured queries, None for all that are kept. asked: the request to
         the newest step, whose layer buffers held the chunks `seen`.
         """
         self.looks += 1
-        wanted = self._rows(len(tokens), rows, known)
+        wanted = self._rows(len(tokens), rows, captured)
         buffer = self._buffers[self.looks % len(self._buffers)]
         ticket = self._engine.read_queries(buffer, np.sort(self._ring.rows_of(len(tokens), wanted))) if wanted else 0
         copy = buffer, self._ring.order
@@ -204,14 +204,14 @@ class Scoring:
         what = max(ticket, later), copy, tokens.copy(), n_chunks, protected, wanted, masses
         self.pending.append(self._run(self._score, *what))
 
-    def ask(self, end: int, known: int) -> Asked:
-        """Return the request to a streamed step that ends a prompt: the text has `end` tokens then. known: see
+    def ask(self, end: int, captured: int) -> Asked:
+        """Return the request to a streamed step that ends a prompt: the text has `end` tokens then. captured: see
         `request`.
         """
-        return self.masses.ask(end, end // CHUNK, self._rows(end, None, known))
+        return self.masses.ask(end, end // CHUNK, self._rows(end, None, captured))
 
-    def _rows(self, length: int, rows: int | None, known: int | None) -> int:
-        limits = [self.scorer.query_rows, length if known is None else known]
+    def _rows(self, length: int, rows: int | None, captured: int | None) -> int:
+        limits = [self.scorer.query_rows, length if captured is None else captured]
         return min(limits if rows is None else [rows, *limits])
 
     def take(self) -> Floats | None:
@@ -248,8 +248,9 @@ class Scoring:
         if before is None or self._lasting is None:
             return scores
         lasting: Floats = scores.copy()
-        known = before[: len(scores)].astype(scores.dtype)  # a snapshot keeps more digits
-        lasting[: len(known)] = np.maximum(scores[: len(known)], known - self._lasting.fade * self.selection.interval)
+        earlier = before[: len(scores)].astype(scores.dtype)  # a snapshot keeps more digits
+        faded = earlier - self._lasting.fade * self.selection.interval
+        lasting[: len(faded)] = np.maximum(scores[: len(faded)], faded)
         return lasting
 
     def sparing(self, scores: Floats, resident: Chunks, evicted: Chunks, blocks: int) -> tuple[Floats, bool]:
@@ -281,11 +282,11 @@ class Scoring:
             return None
         return Statistics(self.scorer.layout.name, self.scorer.dump(n_chunks))
 
-    def _load(self, known: Statistics) -> bool:
+    def _load(self, statistics: Statistics) -> bool:
         """Load statistics. False if their layout is not the scorer's, which may just have changed."""
-        if not isinstance(self.scorer, Resumable) or self.scorer.layout != known.layout:
+        if not isinstance(self.scorer, Resumable) or self.scorer.layout != statistics.layout:
             return False
-        self.scorer.load(known.rows)
+        self.scorer.load(statistics.rows)
         return True
 
     def blank_state(self) -> PolicyState:
@@ -308,12 +309,12 @@ class Scoring:
             return
         if saved.reader is not None and isinstance(self.scorer, Reading):
             self._run(self.scorer.load_reader, saved.reader, tokens.copy()).result()
-        known = saved.statistics.result()
-        taken = known is not None and self._run(self._load, known).result()
+        statistics = saved.statistics.result()
+        taken = statistics is not None and self._run(self._load, statistics).result()
         if not taken:
             self.sealed(range(n_chunks))
         self.selection.load(saved)
-        self.replays.load(saved.found if taken or known is None else ())  # otherwise other heads found them
+        self.replays.load(saved.found if taken or statistics is None else ())  # otherwise other heads found them
         self.pending.extend(done(scores) for scores in saved.looks)
 
     @property
@@ -382,34 +383,34 @@ class Replays:
     """The known prompt endings of one text. Each is valid as long as nothing before its step changes."""
 
     def __init__(self) -> None:
-        self._known: tuple[Replay, ...] = ()
+        self._replays: tuple[Replay, ...] = ()
 
     def keep(self, found: Replay) -> None:
         """Add the newest replay."""
-        others = [one for one in self._known if not _asks(one, found.start, found.tokens)]
-        self._known = (*others, found)[-MAX_FOUND:]
+        others = [one for one in self._replays if not _asks(one, found.start, found.tokens)]
+        self._replays = (*others, found)[-MAX_FOUND:]
 
     def at(self, start: int, tokens: Int32s) -> Replay | None:
         """Return the replay of a prompt that ended with these tokens after a text of `start` tokens."""
-        return next((one for one in self._known if _asks(one, start, tokens)), None)
+        return next((one for one in self._replays if _asks(one, start, tokens)), None)
 
     def within(self, shared: int, prompt: Int32s) -> Replay | None:
         """Return the replay of a prompt whose first `shared` tokens are those of the text."""
         return next(
-            (one for one in self._known if one.start <= shared and _asks(one, one.start, prompt[one.start :])), None
+            (one for one in self._replays if one.start <= shared and _asks(one, one.start, prompt[one.start :])), None
         )
 
     def truncate(self, length: int) -> None:
         """Cut the text to `length` tokens. It can be repeated."""
-        self._known = tuple(one for one in self._known if one.start <= length)
+        self._replays = tuple(one for one in self._replays if one.start <= length)
 
     def state(self) -> Sequence[Replay]:
         """Return all replays, to be loaded later."""
-        return self._known
+        return self._replays
 
     def load(self, found: Sequence[Replay]) -> None:
         """Take over the replays of a restored text, or the newest of them."""
-        self._known = tuple(found[-MAX_FOUND:])
+        self._replays = tuple(found[-MAX_FOUND:])
 
 
 def _asks(one: Replay, start: int, tokens: Int32s) -> bool:

@@ -54,8 +54,8 @@ class SelfDraft:
     @property
     def room_ahead(self) -> int:
         """Tokens that one step can evaluate, if some of them may be dropped."""
-        info, most = self._text.engine.info, len(self._text.engine.token)
-        return min(self.left, info.rs_planes + 1 if info.recurrent else most)
+        info, max_rows = self._text.engine.info, len(self._text.engine.token)
+        return min(self.left, info.rs_planes + 1 if info.recurrent else max_rows)
 
     def write(self, tokens: list[int]) -> None:
         """Evaluate tokens behind the others, in one step. The logits of each of them are available then."""

@@ -345,18 +345,18 @@ class Sequence:
 
     # --- its share of the pool
 
-    def shrink(self, most: int) -> None:
-        """Evict the chunks with the lowest scores until the text has at most `most` blocks. Protected chunks stay.
+    def shrink(self, max_blocks: int) -> None:
+        """Evict the chunks with the lowest scores until the text has `max_blocks` blocks at most. Protected ones stay.
 
         No step may be prepared. Raises DeviceLost as `settle` does.
         """
         self.settle()
-        self.unfinished.work = partial(self._shrink, most)
+        self.unfinished.work = partial(self._shrink, max_blocks)
         self.unfinished.settle()
 
-    def _shrink(self, most: int) -> None:
+    def _shrink(self, max_blocks: int) -> None:
         """Shrink once. It can be repeated after an interrupt."""
-        plan = self.table.shrink(most, self.relevance.ranking)
+        plan = self.table.shrink(max_blocks, self.relevance.ranking)
         self.engine.wait(self.paging.apply(plan.moves, self.length))  # another text may write to the blocks next
         self.table.commit(plan)
         self.events.truncated(self.length, self.table.resident_chunks)

@@ -157,7 +157,7 @@ def test_a_step_of_drafts_that_fails_is_done_for_each_alone(
 def test_hybrid_texts_draft_while_the_prompt_of_another_is_read_exactly(
     llama: Callable[..., Any], tokens: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The steps of the texts that draft have equally many rows, and each streamed step settles these rows first."""
+    """The texts that draft have equally many rows in each step between two streamed ones."""
     texts = [*(text[-300:] for text in texts_of(tokens, 2)), tokens[4000:5500].tolist()]
     given = settings(parallel=3)
     given["kvflash"] = replace(given["kvflash"], reading="exact")

@@ -136,10 +136,10 @@ class FakeModel:
     def usable(self, tokens: Int32s) -> int:
         return usable(self.tokens, sorted(self.places) if self.stateful else None, tokens)
 
-    def preview(self, request: Request, known: int) -> Int32s | None:
+    def preview(self, request: Request, cached: int) -> Int32s | None:
         """The last 64 tokens, if twice as many are to be read."""
         tokens = request.tokens
-        return tokens[-STEP:] if len(tokens) - known > 2 * STEP else None
+        return tokens[-STEP:] if len(tokens) - cached > 2 * STEP else None
 
     def generate(
         self,

@@ -192,9 +192,9 @@ def test_who_asks_for_ever_new_things_fills_no_memory(monkeypatch: pytest.Monkey
     known = RetrySlots()
     for who in range(100):
         assert known.book(who, "", 0.0, 1.0) > 0
-    assert len(known._told) == len(known._ahead) == 8
+    assert len(known._booked) == len(known._ahead) == 8
     assert sum(known.came(who, 100.0) for who in range(100)) == 0, "all are late"
-    assert not known._told
+    assert not known._booked
     assert not known._line
 
 

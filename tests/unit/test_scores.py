@@ -298,10 +298,10 @@ def test_masses_of_other_heads_are_of_no_use_and_that_is_told() -> None:
     )
     scorer.wanted = [[0, 1]], 2
     assert reader.still_wanted(known, 1, 4) is known
-    assert reader.told == ("exact", "")
+    assert reader.ranked == ("exact", "")
     scorer.wanted = [[0, 1], [1, 0]], 2
     assert reader.still_wanted(known, 1, 4) is None
-    assert reader.told == ("index", "other heads have begun to count since the prompt was read")
+    assert reader.ranked == ("index", "other heads have begun to count since the prompt was read")
     assert reader.still_wanted(None, 1, 4) is None
 
 
