@@ -65,7 +65,8 @@ def _load() -> None:
     env.check()
     libllama = libllama_path()
     folder = libllama.parent
-    _refuse_other_version()
+    if "llama_cpp" in sys.modules:
+        _refuse_other_version(sys.modules["llama_cpp"].__version__)
     _refuse_foreign_library(libllama)
     # Always in this order: a libstdc++ that numpy brings is there before ours, as when the build was tried.
     import numpy  # noqa: F401
@@ -75,7 +76,7 @@ def _load() -> None:
         _open(path)
     _open(folder / f"{_PREFIX}kvf_chat{_SUFFIX}")
     _point_llama_cpp_at(folder)
-    llama_cpp = _import("llama_cpp", libllama)
+    llama_cpp = _import_llama_cpp(libllama)
     try:
         trial.load_backends(ctypes.CDLL(str(libllama)), files)
     except OSError as error:
@@ -195,16 +196,8 @@ def _package_root() -> Path:
     return Path(__file__).resolve().parent.parent
 
 
-def _refuse_other_version() -> None:
-    import importlib.metadata  # late: it brings the email package
-
+def _refuse_other_version(found: str | None) -> None:
     pin = build_info()["llama_cpp_python"]
-    try:
-        found = importlib.metadata.version("llama_cpp_python")
-    except importlib.metadata.PackageNotFoundError:
-        found = None
-    module = sys.modules.get("llama_cpp")
-    found = getattr(module, "__version__", found)
     if found != pin:
         have = f"llama-cpp-python {found} is installed" if found else "llama-cpp-python is not installed"
         raise LibraryError(
@@ -273,6 +266,23 @@ def _point_llama_cpp_at(folder: Path) -> None:
         if theirs and Path(theirs).expanduser().resolve() != folder:
             logger.warning("%s=%s is replaced by %s for this process", name, theirs, folder)
         os.environ[name] = str(folder)
+
+
+def _import_llama_cpp(libllama: Path) -> ModuleType:
+    """Import llama_cpp, which our library is loaded for. Another version may fail to import for that alone."""
+    try:
+        module = _import("llama_cpp", libllama)
+    except LibraryError:
+        import importlib.metadata  # only here: it brings the email package, which takes 15 ms
+
+        try:
+            found = importlib.metadata.version("llama_cpp_python")
+        except importlib.metadata.PackageNotFoundError:
+            found = None
+        _refuse_other_version(found)
+        raise
+    _refuse_other_version(module.__version__)
+    return module
 
 
 def _import(name: str, libllama: Path) -> ModuleType:

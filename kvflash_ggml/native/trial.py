@@ -18,9 +18,7 @@ import os
 import random
 import signal
 import struct
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -307,6 +305,9 @@ def _say(**values: object) -> None:
 
 def attempt(libraries: Iterable[Path]) -> tuple[bool, str]:
     """Decode with these libraries: is there no reason against the build, and what to say about it."""
+    import subprocess  # here: the package imports this file, and only a build is tried
+    import tempfile
+
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "tiny.gguf"
         model.write_bytes(tiny_model())
