@@ -12,18 +12,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import errors
-from .config import KVFlashConfig, SpecConfig
+from .config import Fit, KVFlashConfig, PrefixCache, SpecConfig
 from .errors import KVFlashError
 from .native import library
 from .native.library import build_info
-from .placement.sizes import Fit
 
 if TYPE_CHECKING:
     from .batching.engine import Engine
     from .batching.messages import Sampling
     from .llama.install import install
     from .llama.llama import Llama
-    from .store.prefixes import PrefixCache
 
 __version__ = "0.1.0"
 
@@ -47,9 +45,8 @@ library.announce()
 
 
 def __getattr__(name: str) -> Any:
-    plain = {"PrefixCache": ".store.prefixes", "Sampling": ".batching.messages"}
-    if name in plain:
-        return getattr(import_module(plain[name], __name__), name)
+    if name == "Sampling":
+        return import_module(".batching.messages", __name__).Sampling
     rooms = {"Engine": ".batching.engine", "Llama": ".llama.llama", "install": ".llama.install"}
     if name not in rooms:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,10 +1,11 @@
-"""What a user can ask of the pool."""
+"""What a user can ask of the pool, of a prefix cache, and of fitting."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from .policy.base import Scorer
 
 
-SPEC_TYPES = ("ngram", "draft-simple", "draft-dflash", "draft-eagle3", "draft-mtp")
+NGRAM, SIMPLE, DFLASH, EAGLE3, MTP = SPEC_TYPES = (
+    "ngram", "draft-simple", "draft-dflash", "draft-eagle3", "draft-mtp",
+)  # fmt: skip
 """Who can draft, by upstream's names: the text itself, a small model, and kinds that look into the target."""
 
 SPEC_WINDOW = 256
@@ -383,3 +386,50 @@ def from_environment() -> dict[str, Any]:
             except ValueError as err:
                 raise ConfigError(f"{variable}: {err}") from err
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixCache:
+    """Settings of a prefix cache, for `Llama.set_cache`. One can serve several models.
+
+    folder: stores prefixes for other processes and later runs; None for memory only. disk_bytes: capacity of the
+    folder, for all models together. memory_bytes: capacity in memory, per model. least: tokens of the shortest prefix
+    that is kept.
+    """
+
+    folder: Path | None = None
+    disk_bytes: int = 16 << 30
+    memory_bytes: int = 8 << 30
+    least: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("disk_bytes", "memory_bytes", "least"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ConfigError(f"{name} must be a whole number of at least 0, not {value!r}")
+        if self.folder is not None:
+            object.__setattr__(self, "folder", Path(self.folder).absolute())  # the process may change its directory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What a user can ask of fitting. None and an empty mapping: as usual.
+
+    margin: bytes left free, of every device or by name. free: bytes that a device counts as free, by name, instead of
+    what it tells. prefer: "pool" keeps a pool where a full cache fits too, since it is faster at long contexts;
+    "exact" takes the full cache then. ConfigError for anything else.
+    """
+
+    margin: int | Mapping[str, int] | None = None
+    free: Mapping[str, int] = field(default_factory=dict)
+    prefer: Literal["pool", "exact"] = "pool"
+
+    def __post_init__(self) -> None:
+        margins = self.margin if isinstance(self.margin, Mapping) else {"": 0 if self.margin is None else self.margin}
+        for what, sizes in (("margin", margins), ("free", self.free)):
+            for name, size in sizes.items():
+                if not isinstance(size, int) or size < 0:
+                    of = f" of {name}" if name else ""
+                    raise ConfigError(f"fit: {what}{of} is a number of bytes, 0 or more, not {size!r}")
+        if self.prefer not in ("pool", "exact"):
+            raise ConfigError(f"fit: prefer is 'pool' or 'exact', not {self.prefer!r}")

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,9 @@ from ..files import replacing
 from ..policy.base import KeyShape, Pairs
 from ..policy.heads import as_heads, every_head
 from ..snapshot.fingerprint import ROPE, ModelFile
-from .measure import Measured
+
+if TYPE_CHECKING:
+    from .measure import Measured
 
 KIND = "kvflash retrieval heads"
 VERSION = 1

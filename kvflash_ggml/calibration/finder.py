@@ -6,9 +6,10 @@ import atexit
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread, current_thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CalibrationError, ConfigError, SnapshotError
 from ..logs import Progress
@@ -16,8 +17,9 @@ from ..policy.base import Pairs, Scorer, Selective
 from ..sequence.keys import key_shapes
 from ..sequence.sequence import Sequence
 from .choice import Calibration, heads_file, load, of_llama, save
-from .measure import Pace
-from .run import STEP, Stopped, calibrate
+
+if TYPE_CHECKING:
+    from .measure import Pace
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -48,7 +50,6 @@ class HeadFinder:
         self._ended = Event()
         self._outlived = ExitStack()  # freed by the thread at its end
         self._progress: Progress | None = None
-        self._pace = Pace(STEP)
         self._expected: float | None = None  # seconds
         self._found: Calibration | None = None
         self._used: dict[int, Calibration] = {}  # by sequence
@@ -172,12 +173,15 @@ class HeadFinder:
             self._ended.set()
 
     def _find(self) -> None:
+        from .measure import Pace  # here: most models find their heads in a file
+        from .run import STEP, Stopped, calibrate
+
         try:
             found = calibrate(
                 self._model,
                 subject=self._subject,
                 settings=self._settings,
-                progress=self._report,
+                progress=partial(self._report, Pace(STEP)),
                 stop=self._stop,
             )
         except Stopped:
@@ -202,9 +206,9 @@ class HeadFinder:
             )
         self._found = found
 
-    def _report(self, done: int, total: int) -> None:
+    def _report(self, pace: Pace, done: int, total: int) -> None:
         self._idle.wait(BUSY)
-        self._expected = self._pace.seconds(done, total)
+        self._expected = pace.seconds(done, total)
         progress = self._progress
         if progress is not None:
             progress(done, total)

@@ -16,9 +16,9 @@ from typing import Any, TextIO
 import click
 
 from .. import logs
+from ..config import Fit
 from ..errors import KVFlashError, LibraryError, RemoteError
 from ..native import library
-from ..placement.sizes import Fit
 from .child import check_first_run
 from .options import DeviceOptions, LogOptions, OpeningOptions, WeightOptions
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import click
 
 from .. import notation
-from ..config import REPAIR, KVFlashConfig, PoolSettings, SpecConfig
+from ..config import REPAIR, KVFlashConfig, PoolSettings, PrefixCache, SpecConfig
 from ..constants import KV_TYPES, MAX_CONTEXT, MAX_THREADS
 from ..errors import ConfigError
 from ..logs import warn_once
@@ -23,7 +23,6 @@ from ..placement.devices import EXPERTS, parse_overrides
 from ..placement.sizes import HOST
 from ..sampling import Samplers
 from ..settings import in_section, setting, settings
-from ..store.prefixes import PrefixCache
 from .child import check_first_run
 from .rope import RopeOptions
 from .sections import collected, option

@@ -178,8 +178,8 @@ def lost(
     before: Sequence[Device], after: Sequence[Device], counted: Sequence[Needs], staging: Mapping[str, int]
 ) -> list[dict[str, Any]]:
     """Of each device but the host that something of ours is on. staging: bytes by name, which no measure has."""
+    from ..config import Fit
     from ..placement import memory
-    from ..placement.sizes import Fit
 
     left = {device.name: device.free for device in after}
     ours = {x.device: x.total + staging.get(x.device, 0) for x in counted}

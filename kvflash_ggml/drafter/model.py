@@ -15,8 +15,9 @@ import numpy as np
 from llama_cpp import _internals as internals
 
 from ..arrays import Floats, Int32s
+from ..config import KVFlashConfig
 from ..errors import ConfigError, DecodeError, SnapshotError, UnsupportedModelError
-from ..gguf import reader
+from ..gguf import purpose, reader
 from ..native import measure
 from ..policy.crosstok import TextReader, token_scores
 from ..policy.drafter import NAME, QUERY_ROWS, DrafterScorer, Reader, TokenReader
@@ -85,6 +86,19 @@ def check(path: Path) -> None:
         raise ConfigError(
             f"kvflash_drafter (--kvflash-drafter) {path} cannot serve: {error}. Give another small model."
         ) from error
+
+
+def of_policy(path: str, config: KVFlashConfig) -> Path | None:
+    """Return the small model that the policy 'drafter' asks, None for another policy.
+
+    ConfigError if there is none, ConfigError or ConversionError if a file that was asked for is not one.
+    """
+    if config.policy != NAME:
+        return None
+    found = find(path, config.drafter, serves=purpose.reads_alone)
+    if config.drafter is not None:
+        purpose.check_reader(found)
+    return found
 
 
 def reserve_bytes(path: Path | None) -> int:

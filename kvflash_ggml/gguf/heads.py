@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ..errors import ConversionError
-from . import target as target_facts
 from .reader import GGUF, all_tensors
 
 GRAPHS = frozenset({
@@ -40,24 +39,3 @@ def check(file: GGUF) -> None:
             file.name, f"{file.architecture}.nextn_predict_layers", found=found or "0, or their tensors are missing",
             wanted="1 head for further tokens", remedy="Take a conversion of the model that kept it.",
         )  # fmt: skip
-
-
-def check_pair(file: GGUF, target: GGUF) -> None:
-    """Raise ConversionError unless the file has one head, and the target's architecture, tokens and shape."""
-    check(file)
-    other = "Give the file of heads that was split from this target."
-    aim = target_facts.describe(target)
-    for what, found, wanted in (
-        ("general.architecture", file.architecture, aim.architecture),
-        ("the hash of the tokens", target_facts.vocabulary(file), aim.vocabulary),
-        *((key, file.get(key), target.get(key)) for key in sorted(_shape(file) & _shape(target))),
-    ):
-        if found != wanted:
-            raise ConversionError(file.name, what, found=found, wanted=f"{wanted}, the target's", remedy=other)
-
-
-def _shape(file: GGUF) -> set[str]:
-    """Return the keys of the model's shape: its own numbers, without those that count layers and context."""
-    own = f"{file.architecture}."
-    counts = {f"{own}{key}" for key in ("block_count", "nextn_predict_layers", "context_length")}
-    return {key for key in file.fields if key.startswith(own) and not isinstance(file.get(key), list)} - counts

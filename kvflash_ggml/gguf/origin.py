@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from ..errors import ConversionError
 from . import embedding
 from .reader import GGUF, Field
-from .target import Target
+
+if TYPE_CHECKING:
+    from .target import Target
 
 ARCHITECTURE = "kvflash.target.architecture"
 EMBEDDING = "kvflash.target.embedding"

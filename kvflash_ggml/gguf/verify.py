@@ -255,8 +255,29 @@ def _verify_head(file: GGUF, model: GGUF | None) -> str:
     if model is None:
         heads.check(file)
     else:
-        heads.check_pair(file, model)
+        check_heads(file, model)
     return f"a head for further tokens (MTP) of the architecture {file.architecture}"
+
+
+def check_heads(file: GGUF, model: GGUF) -> None:
+    """Raise ConversionError unless the file has one head, and the target's architecture, tokens and shape."""
+    heads.check(file)
+    other = "Give the file of heads that was split from this target."
+    aim = target.describe(model)
+    for what, found, wanted in (
+        ("general.architecture", file.architecture, aim.architecture),
+        ("the hash of the tokens", target.vocabulary(file), aim.vocabulary),
+        *((key, file.get(key), model.get(key)) for key in sorted(_shape(file) & _shape(model))),
+    ):
+        if found != wanted:
+            raise ConversionError(file.name, what, found=found, wanted=f"{wanted}, the target's", remedy=other)
+
+
+def _shape(file: GGUF) -> set[str]:
+    """Return the keys of the model's shape: its own numbers, without those that count layers and context."""
+    own = f"{file.architecture}."
+    counts = {f"{own}{key}" for key in ("block_count", "nextn_predict_layers", "context_length")}
+    return {key for key in file.fields if key.startswith(own) and not isinstance(file.get(key), list)} - counts
 
 
 def _check_map(file: GGUF, vocab: int) -> None:

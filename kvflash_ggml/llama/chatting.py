@@ -8,15 +8,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 
-from ..chat.reader import AnswerReader, Rendered
-from ..chat.templates import ChatTemplate
-from ..chat.values import ChatInput
 from ..errors import ConfigError
 from .preview import refuse
+
+if TYPE_CHECKING:
+    from ..chat.reader import AnswerReader, Rendered
+    from ..chat.templates import ChatTemplate
+    from ..chat.values import ChatInput
 
 PARAMETERS = inspect.signature(llama_cpp.Llama.create_chat_completion)
 """Of upstream's `create_chat_completion`."""
@@ -119,10 +121,14 @@ class Chatting:
 
 @cache
 def _template(source: str, bos: str, eos: str) -> ChatTemplate:
+    from ..chat.templates import ChatTemplate  # here, as below: most models are opened for other calls
+
     return ChatTemplate(source, bos=bos, eos=eos)
 
 
 def _requested(given: Mapping[str, Any]) -> ChatInput:
+    from ..chat.values import ChatInput
+
     choice: Any = given["tool_choice"] or "auto"
     named = None
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import llama_cpp
 
 from .. import policy, remote
-from ..config import KVFlashConfig
+from ..config import Fit, KVFlashConfig
 from ..constants import CHUNK, KV_TYPES, POOL_STEP
 from ..drafter import model as drafter
 from ..errors import ConfigError, DoesNotFit, KVFlashError, NotMade
@@ -21,15 +21,14 @@ from ..native import remote as servers
 from ..placement import memory
 from ..placement.devices import LAYER, NONE, holders, slices
 from ..placement.predict import ALL_LAYERS, imagine, predict
-from ..placement.sizes import Device, Fit, ModelSizes, Placement, Request
+from ..placement.sizes import Device, ModelSizes, Placement, Request
 from ..placement.sizing import PoolSize
 from ..placement.table import summary
 from ..policy.base import Exact
-from ..policy.drafter import NAME as DRAFTER
 from ..remote import Endpoint
 from . import embedding, parameters, vision
+from .drafting import device_bytes, likely, loads_head, search
 from .parameters import Request as Asked
-from .speculating import device_bytes, likely, loads_head, search
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -106,7 +105,7 @@ def beside(path: str, asked: Asked) -> Beside:
     config, images = asked.config, vision.reserve_bytes(asked.upstream.get("chat_handler"))
     if config is None:
         return Beside(reserved=images)
-    small = reader(path, config)
+    small = drafter.of_policy(path, config)
     scorer = policy.resolve(config.policy) if small is None else None
     found, drafts = search(Path(path), config), likely(config, asked.upstream.get("draft_model"))
     embeds = 0
@@ -121,19 +120,6 @@ def beside(path: str, asked: Asked) -> Beside:
         planes=drafts.planes,
         head=loads_head(found),
     )
-
-
-def reader(path: str, config: KVFlashConfig) -> Path | None:
-    """Return the small model that the policy 'drafter' asks, None for another policy.
-
-    ConfigError if there is none, ConfigError or ConversionError if a file that was asked for is not one.
-    """
-    if config.policy != DRAFTER:
-        return None
-    found = drafter.find(path, config.drafter, serves=purpose.reads_alone)
-    if config.drafter is not None:
-        purpose.check_reader(found)
-    return found
 
 
 def does_not_fit(path: str, asked: Asked, size: PoolSize, endpoints: Sequence[Endpoint] = ()) -> DoesNotFit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 
@@ -14,10 +14,12 @@ from ..sequence import prefill, together
 from ..sequence.sequence import Sequence
 from ..sequence.step import EVERY, LAST, Step
 from ..spec.draft import ROOT, Draft, chain
-from ..spec.loop import Speculator
 from ..spec.tree import Rows
 from ..spec.tree import rows as arranged
 from .reader import Reader
+
+if TYPE_CHECKING:
+    from ..spec.loop import Speculator
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 
 from .. import config
-from ..store.prefixes import PrefixCache
+from ..config import PrefixCache
 from . import parameters
 from .llama import Llama
 

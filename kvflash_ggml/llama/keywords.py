@@ -10,11 +10,9 @@ if TYPE_CHECKING:
     from llama_cpp.llama_speculative import LlamaDraftModel
     from llama_cpp.llama_tokenizer import BaseLlamaTokenizer
 
-    from ..config import KVFlashConfig, SpecConfig
+    from ..config import Fit, KVFlashConfig, PrefixCache, SpecConfig
     from ..logs import Progress
-    from ..placement.sizes import Fit
     from ..policy.base import Scorer
-    from ..store.prefixes import PrefixCache
 
 
 class PoolKeywords(TypedDict, total=False):

@@ -10,7 +10,6 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +22,7 @@ from llama_cpp.llama_tokenizer import LlamaTokenizer
 
 from .. import policy, remote
 from ..arrays import common_prefix
-from ..calibration.finder import HeadFinder
-from ..chat.values import Grammar
-from ..config import KVFlashConfig
+from ..config import KVFlashConfig, PrefixCache
 from ..drafter import model as drafter
 from ..errors import ConfigError, NotFinite
 from ..gguf import purpose
@@ -34,32 +31,32 @@ from ..native import engine as native
 from ..native import library
 from ..native import remote as servers
 from ..placement import devices, memory, sizing
-from ..placement.predict import with_steps
-from ..placement.sizing import PoolSize
+from ..placement.sizing import PoolSize, with_steps
 from ..policy.base import Scorer
-from ..sampling import Samplers
-from ..spec.find import Found
 from ..state.session import SessionState
-from ..store.prefixes import PrefixCache
-from . import embedding, fitting, parameters, vision
+from . import embedding, parameters, vision
 from .bias import with_bias
 from .call_lock import CallLock, changing, locked, writing
 from .chatting import PARAMETERS, Chatting
 from .context import Batch, Closed, check_adapter
+from .drafting import Drafting, device_bytes, loads_head, room, search
 from .generation import Generation, limited
-from .opening import open_pool, resize, with_sequences
+from .opening import open_pool, resize, speculator_of, with_sequences
 from .preview import Previews, previewed, previews_of
 from .reader import Reader, numbers
 from .samplers import chain_of
 from .saving import Saver
-from .speculating import Drafting, device_bytes, loads_head, make_speculator, room, search
 from .stats import PoolStats
 from .tokenizer import IncrementalTokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from ..calibration.finder import HeadFinder
+    from ..chat.values import Grammar
     from ..placement.sizes import Placement
+    from ..sampling import Samplers
+    from ..spec.find import Found
     from .keywords import Keywords
 
 logger = logging.getLogger("kvflash_ggml")
@@ -148,7 +145,7 @@ class Llama(llama_cpp.Llama):
         self._drafter: Path | None = None
         self._found: tuple[Found, ...] = ()
         if self._config is not None:
-            self._drafter = fitting.reader(model_path, self._config)
+            self._drafter = drafter.of_policy(model_path, self._config)
             if self._config.drafter is not None:
                 drafter.check(self._config.drafter)
             if self._drafter is None:
@@ -161,6 +158,8 @@ class Llama(llama_cpp.Llama):
             library.ensure_gpu_offload(layers, installed=llama_cpp.Llama is Llama)
         self.placement: Placement | None = None
         if request.fit is not None:
+            from . import fitting  # here, as below: it imports all that plans a placement
+
             with servers.connected(endpoints):
                 request, self.placement = fitting.fit(
                     model_path, request, fitting.beside(model_path, request), endpoints
@@ -180,7 +179,7 @@ class Llama(llama_cpp.Llama):
         }
         self._pickled_tokenizer = settings.get("tokenizer")
         self._free_before: dict[str, int] = {}
-        self._other_split = partial(fitting.other_split, model_path, request, endpoints)
+        self._asked = (model_path, request, endpoints)
         with servers.connected(endpoints):
             self._device_arrays = devices.place(model_path, request.placement, settings, endpoints)
             self._load(model_path, request, endpoints)
@@ -213,14 +212,16 @@ class Llama(llama_cpp.Llama):
             except ValueError as err:
                 if not str(err).startswith(NOT_MADE):
                     raise
+                from . import fitting
+
                 self._stack.close()
                 if self._size is None or self._size.tight is None:
                     better = fitting.why_not(model_path, request, endpoints)
                     if better is None or (self._config is None and not isinstance(better, ValueError)):
                         raise  # without a pool what upstream raises stays a ValueError
                     raise better from err
-        assert self._size is not None
-        raise fitting.does_not_fit(model_path, request, self._size, endpoints)
+                if self._halvings == HALVINGS:
+                    raise fitting.does_not_fit(model_path, request, self._size, endpoints) from None
 
     @property
     def model_params(self) -> Any:
@@ -285,7 +286,9 @@ class Llama(llama_cpp.Llama):
         if self.placement is not None:
             return replace(size, why=self.placement.why)
         if size.uneven:
-            size = replace(size, why=size.why + self._other_split(size))
+            from . import fitting
+
+            size = replace(size, why=size.why + fitting.other_split(*self._asked, size))
         return sizing.halved(size, self._halvings, minimum=config.minimum_pool)
 
     # --- the text
@@ -540,7 +543,7 @@ class Llama(llama_cpp.Llama):
         if reader.sequence is not None and self._config is not None:
             if reader.speculator is not None:
                 self._drafting = self._drafting.after(reader.speculator)
-            made = make_speculator(self, reader, self._config, self._drafting)
+            made = speculator_of(self, reader, self._config, self._drafting)
             reader.speculator = reader.sequence.follower = made
 
     @property

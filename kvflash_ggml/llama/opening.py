@@ -10,7 +10,7 @@ import ctypes
 import logging
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
@@ -23,18 +23,19 @@ from ..drafter import model as drafter
 from ..errors import ConfigError, DoesNotFit, KVFlashError
 from ..native import engine as native
 from ..placement import sizing
-from ..placement.predict import with_steps
-from ..placement.sizing import PoolSize
+from ..placement.sizing import PoolSize, with_steps
 from ..sequence.pool import Pool
 from ..sequence.sequence import Sequence
-from ..spec.loop import ANOTHER
 from ..state.session import SessionState
 from .call_lock import CallLock
 from .context import PagedContext, take_closing
+from .drafting import Drafting
 from .reader import Reader
 from .reading import open_sequence
 from .saving import Saver
-from .speculating import make_speculator, open_drafting
+
+if TYPE_CHECKING:
+    from ..spec.loop import Speculator
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -47,7 +48,11 @@ def open_pool(llm: Any, size: PoolSize, beside: Pool | None = None) -> None:
         llm._scorer = drafter.make_scorer(llm, llm._drafter, idle=size.slots - 2 * n_ubatch)
     engine = native.Engine(ctypes.cast(llm._ctx.ctx, ctypes.c_void_p).value or 0, max(n_ubatch, llm._room.rows))
     llm._ctx._exit_stack.callback(engine.close)  # should anything of what follows fail
-    drafting = open_drafting(llm, llm._config, llm._found, engine, llm._room.rows, llm._ctx._exit_stack)
+    drafting, stack = Drafting(), llm._ctx._exit_stack
+    if llm._room.rows:
+        from .speculating import open_drafting  # here, as below: it imports every drafter
+
+        drafting = open_drafting(llm, llm._config, llm._found, engine, llm._room.rows, stack)
     llm._drafting = drafting.counting_on(llm._reader.speculator)  # of a pool of another size
     config = llm._config
     sizing.warn_if_tight(engine.info.devices, n_ubatch)
@@ -64,7 +69,7 @@ def open_pool(llm: Any, size: PoolSize, beside: Pool | None = None) -> None:
     sequence = open_sequence(llm, config, pool, llm._scorer)
     context = llm._ctx
     _open_text(llm, sequence)
-    llm._reader.speculator = sequence.follower = make_speculator(llm, llm._reader, config, llm._drafting)
+    llm._reader.speculator = sequence.follower = speculator_of(llm, llm._reader, config, llm._drafting)
     llm._finder = open_finder(llm, sequence, llm._scorer)
     if llm._finder is not None:
         context._exit_stack.callback(llm._finder.close)
@@ -73,6 +78,17 @@ def open_pool(llm: Any, size: PoolSize, beside: Pool | None = None) -> None:
         logger.warning(llm.kvflash.banner())
     else:
         logger.info(llm.kvflash.banner())
+
+
+def speculator_of(
+    llm: Any, reader: Reader, config: KVFlashConfig, drafting: Drafting, first: Speculator | None = None
+) -> Speculator | None:
+    """What drafts for a model; None if nothing does. As `speculating.make_speculator`, which it calls."""
+    if llm.draft_model is None and not drafting.drafters and first is None and config.answer != "lossless":
+        return None
+    from .speculating import make_speculator  # here: it imports every drafter
+
+    return make_speculator(llm, reader, config, drafting, first)
 
 
 def allow_several(params: Any, sequences: int, *, n_batch: int, n_ubatch: int) -> None:
@@ -119,8 +135,10 @@ def open_beside(llm: Any, seq: int) -> Any:
     made._saver = Saver(made._reader)
     made._scorer = policy.resolve(config.policy)
     _open_text(made, open_sequence(made, config, first.pool, made._scorer, seq=seq, reading=first.reading))
-    speculator = make_speculator(made, made._reader, config, llm._drafting, llm._reader.speculator)
+    speculator = speculator_of(made, made._reader, config, llm._drafting, llm._reader.speculator)
     if speculator is not None:
+        from ..spec.loop import ANOTHER
+
         speculator.lend(ANOTHER)
     made._reader.speculator = made._reader.sequence.follower = speculator
     if made._finder is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 import os
@@ -17,15 +16,13 @@ from llama_cpp.llama_cache import BaseLlamaCache
 
 from .. import notation
 from ..calibration import choice
-from ..config import KVFlashConfig, SpecConfig
+from ..config import Fit, KVFlashConfig, PrefixCache, SpecConfig
 from ..constants import MAX_CONTEXT, MAX_THREADS
 from ..errors import ConfigError
 from ..gguf import types
 from ..logs import Progress, warn_once
 from ..placement import devices
 from ..placement.devices import DeviceChoice
-from ..placement.sizes import Fit
-from ..store.prefixes import PrefixCache
 from .keywords import DeviceKeywords, MediaKeywords, PoolKeywords, RemoteKeywords, WeightKeywords
 from .vision import Projector
 
@@ -190,6 +187,8 @@ def check_names(keywords: dict[str, Any]) -> None:
     unknown = set(keywords) - {*UPSTREAM_PARAMETERS, *STRAY_KEYWORDS} - ours
     for name in sorted(unknown):
         if name.startswith(_PREFIX):
+            import difflib  # here: it compiles regular expressions
+
             known = {word.removeprefix(_PREFIX): word for word in POOL_KEYWORDS}
             close = difflib.get_close_matches(name.removeprefix(_PREFIX), known, n=1)
             hint = f": is it {known[close[0]]}?" if close else f"; there are {', '.join(POOL_KEYWORDS)}"

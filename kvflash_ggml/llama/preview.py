@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Int32s, Int64s
+from ..config import PrefixCache
 from ..errors import ConfigError
-from ..store.prefixes import PrefixCache
 
 Tokens = Generator[int, Sequence[int] | None, None]
 Make = Callable[..., Tokens]

@@ -7,7 +7,7 @@ import math
 import weakref
 from collections import abc
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,11 @@ from ..errors import CLOSED, ConfigError, ContextFull, KVFlashError, NotFinite, 
 from ..sequence import prefill
 from ..sequence.sequence import Sequence
 from ..sequence.step import NO_LOGITS, Logits
-from ..spec.loop import Speculator
 from ..state.session import SessionState
-from ..store.prefixes import Prefixes
+
+if TYPE_CHECKING:
+    from ..spec.loop import Speculator
+    from ..store.prefixes import Prefixes
 
 logger = logging.getLogger("kvflash_ggml")
 

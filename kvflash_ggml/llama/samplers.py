@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
+from llama_cpp.llama_grammar import LlamaGrammar
 
-from ..chat.values import Grammar
 from ..errors import ConfigError
 from ..native import chat
-from ..sampling import Samplers
 from .bias import without_end
+
+if TYPE_CHECKING:
+    from ..chat.values import Grammar
+    from ..sampling import Samplers
 
 _MIROSTAT_M = 100
 """llama.cpp's number of tokens that Mirostat 1 estimates with."""
@@ -40,7 +43,7 @@ def chain_of(llm: Any, stock: Callable[..., Any], asked: Samplers | None, text: 
     `keywords`. text: the prompt's tokens. Only llama.cpp's penalties look at them. ConfigError for a grammar.
     """
     grammar = keywords.pop("grammar", None)
-    ours = isinstance(grammar, Grammar)
+    ours = grammar is not None and not isinstance(grammar, LlamaGrammar)
     if asked is None and not ours:
         return stock(grammar=grammar, **keywords)
     held = sampler_of(llm._model.vocab, grammar) if ours else None

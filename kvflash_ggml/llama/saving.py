@@ -6,19 +6,22 @@ import ctypes
 import logging
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 
 from ..arrays import Int32s, common_prefix
+from ..config import PrefixCache
 from ..errors import CLOSED, ConfigError, ContextFull, KVFlashError, SnapshotError
 from ..native.engine import Engine
 from ..sequence import prefill, restore
 from ..snapshot import fingerprint
 from ..snapshot.store import SnapshotStore
 from ..state.session import SessionState
-from ..store.prefixes import PrefixCache, Prefixes
 from .reader import Reader
+
+if TYPE_CHECKING:
+    from ..store.prefixes import Prefixes
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -151,6 +154,8 @@ class Saver:
             raise KVFlashError("a PrefixCache keeps pages of a pool: make the Llama with kvflash=")
         if reader.sequence.config.deterministic:
             raise KVFlashError("kvflash_deterministic reads each prompt from its beginning: it uses no PrefixCache")
+        from ..store.prefixes import Prefixes  # here: only a cache needs it
+
         reader.prefixes = Prefixes(cache, reader.sequence, self.snapshots, n_vocab=reader.llm.n_vocab())
         reader.llm._ctx._exit_stack.callback(reader.prefixes.close)
 

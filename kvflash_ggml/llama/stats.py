@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..arrays import Floats
 from ..calibration.finder import HeadFinder
@@ -14,9 +14,11 @@ from ..placement.sizing import PoolSize
 from ..policy.qk import QKScorer, Reason
 from ..sequence.reading import ReadStats
 from ..sequence.sequence import Sequence
-from ..spec.loop import SpecStats, Speculator
 from ..trace.events import Observer
-from ..trace.recorder import Summary, Trace
+
+if TYPE_CHECKING:
+    from ..spec.loop import SpecStats, Speculator
+    from ..trace.recorder import Summary, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +157,11 @@ class PoolStats:
     @property
     def spec(self) -> SpecStats | None:
         """What drafts have won; None without speculative decoding."""
-        return None if self._speculator is None else SpecStats(self._speculator)
+        if self._speculator is None:
+            return None
+        from ..spec.loop import SpecStats  # here, as below: it is not loaded before it is asked for
+
+        return SpecStats(self._speculator)
 
     @property
     def retrieval_heads(self) -> tuple[tuple[int, int], ...] | None:
@@ -218,6 +224,8 @@ class PoolStats:
 
         One recording at a time. `trace.write_html(path)` draws it.
         """
+        from ..trace.recorder import Trace
+
         trace = Trace(self._summary)
         self._sequence.events.observer = trace
         if self.length:
@@ -225,6 +233,8 @@ class PoolStats:
         return trace
 
     def _summary(self) -> Summary:
+        from ..trace.recorder import Summary
+
         mass = self.evicted_mass
         facts = [
             ("pool", f"{self.pool:,} tokens on the device, {_mib(self.device_bytes)}"),

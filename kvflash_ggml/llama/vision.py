@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
@@ -20,13 +20,14 @@ from llama_cpp._logger import llama_log_callback
 from llama_cpp.llama_chat_format import Llava15ChatHandler, MTMDChatHandler
 
 from ..arrays import Floats, Int32s
-from ..chat.templates import ChatTemplate
+from ..config import NGRAM
 from ..errors import ConfigError, DecodeError
 from ..gguf import purpose
-from ..media import files
 from ..media.rows import MOST, MediaRows, Medium, numbers_of
 from ..placement import memory
-from ..spec.find import NGRAM
+
+if TYPE_CHECKING:
+    from ..media.files import Limits
 
 HANDLERS = (Llava15ChatHandler, MTMDChatHandler)
 """Upstream's classes that evaluate images by `libmtmd`; the others are made of them."""
@@ -89,6 +90,8 @@ class Projector(MTMDChatHandler):
 @lru_cache(8)
 def _takes_parts(template: str) -> bool:
     """Does a chat template go through the parts of a message?"""
+    from ..chat.templates import ChatTemplate  # here, as the decoders below: few models see or hear
+
     return ChatTemplate(template).caps["supports_typed_content"]
 
 
@@ -174,12 +177,14 @@ class Encoder:
         self._width = pool.engine.info.n_embd
         self._alibi, self._step = pool.engine.info.alibi, min(pool.n_ubatch, sequence.n_batch)
 
-    def bitmap(self, data: bytes, limits: files.Limits | None = None) -> Any:
+    def bitmap(self, data: bytes, limits: Limits | None = None) -> Any:
         """A file as a bitmap of libmtmd, to be freed. It is named by its bytes, and its chunks will be by it.
 
         ConfigError for a file that cannot be read or is too large, however hostile it is, and for one of a kind that
         the projector does not take.
         """
+        from ..media import files
+
         mtmd, sound = self.mtmd, files.is_sound(data)
         if not (self.hears if sound else self.sees):
             kind, other = ("sound", "an audio") if sound else ("images", "a vision")

@@ -9,10 +9,11 @@ from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..config import KVFlashConfig
 from ..errors import ConfigError, UnsupportedModelError
 from ..gguf import reader
-from .layout import bounds_of
 from .sizes import HOST
 
 if TYPE_CHECKING:
@@ -188,6 +189,19 @@ def slices(n_layers: int, n_gpu_layers: int, splits: Sequence[float]) -> list[ra
     count = every if n_gpu_layers < 0 else min(n_gpu_layers, every)
     first = every - count
     return [range(first + a, first + b) for a, b in pairwise(bounds_of(splits, count))]
+
+
+def bounds_of(shares: Sequence[float], n: int) -> tuple[int, ...]:
+    """Return the bounds that llama.cpp makes of a `tensor_split` for n layers, the output counted as one.
+
+    Whole numbers of layers come out as they are.
+    """
+    given = np.asarray(shares, np.float32)
+    given = given if given.any() else np.ones_like(given)
+    edges = np.cumsum(given, dtype=np.float32)
+    edges /= edges[-1]
+    where = np.searchsorted(edges, np.arange(n, dtype=np.float32) / np.float32(n), side="right")
+    return (*(int(np.searchsorted(where, device)) for device in range(len(given))), n)
 
 
 def in_turn(parts: Sequence[range], count: int) -> list[int]:

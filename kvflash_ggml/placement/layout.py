@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ..constants import POOL_STEP, round_up
 from ..native.sizes import Measure, Needs
 from . import memory
+from .devices import bounds_of
 from .needs import Bill, Shape
 from .sizes import HOST, Device, ModelSizes, Request
 
@@ -251,16 +252,3 @@ def partition(costs: Sequence[Costs], loads: Sequence[Costs]) -> tuple[int, ...]
     for begin in reversed(begins):
         bounds.append(int(begin[bounds[-1]]))
     return tuple(reversed(bounds))
-
-
-def bounds_of(shares: Sequence[float], n: int) -> tuple[int, ...]:
-    """Return the bounds that llama.cpp makes of a `tensor_split` for n layers, the output counted as one.
-
-    Whole numbers of layers come out as they are.
-    """
-    given = np.asarray(shares, np.float32)
-    given = given if given.any() else np.ones_like(given)
-    edges = np.cumsum(given, dtype=np.float32)
-    edges /= edges[-1]
-    where = np.searchsorted(edges, np.arange(n, dtype=np.float32) / np.float32(n), side="right")
-    return (*(int(np.searchsorted(where, device)) for device in range(len(given))), n)

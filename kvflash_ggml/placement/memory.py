@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from .. import system
-from .sizes import HOST, Device, Fit
+from ..config import Fit
+from .sizes import HOST, Device
 
 if TYPE_CHECKING:
     from ..native.info import DeviceInfo

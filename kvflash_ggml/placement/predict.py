@@ -12,6 +12,7 @@ from typing import Any
 
 import llama_cpp
 
+from ..config import Fit
 from ..constants import KV_TYPES, POOL_STEP, round_up
 from ..errors import ConfigError
 from ..native import measure as native
@@ -21,7 +22,8 @@ from . import memory
 from .layout import Compute
 from .plan import fit, plan
 from .search import pool_range
-from .sizes import Device, Fit, ModelSizes, Placement, Request
+from .sizes import Device, ModelSizes, Placement, Request
+from .sizing import copied
 
 ALL_LAYERS = 0x7FFFFFFF
 
@@ -197,18 +199,3 @@ def _quantizable(model: int, params: Any) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def copied(params: Any, **changes: Any) -> Any:
-    """Parameters with some fields changed."""
-    res = type(params).from_buffer_copy(params)
-    for name, value in changes.items():
-        setattr(res, name, value)
-    return res
-
-
-def with_steps(model: Any, params: Any, *, n_batch: int, n_ubatch: int) -> Any:
-    """Parameters of a context of a llama_cpp LlamaModel, as upstream will set them when it knows how long that is."""
-    n_ctx = params.n_ctx or model.n_ctx_train()
-    step = min(n_ctx, n_batch)
-    return copied(params, n_ctx=n_ctx, n_batch=step, n_ubatch=min(step, n_ubatch))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..errors import ConfigError
+from ..config import Fit
 from ..native.sizes import LayerSizes, Needs
 
 HOST = "CPU"
@@ -44,30 +44,6 @@ class Device:
     total: int
     description: str = ""
     overlaps: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """What a user can ask of fitting. None and an empty mapping: as usual.
-
-    margin: bytes left free, of every device or by name. free: bytes that a device counts as free, by name, instead of
-    what it tells. prefer: "pool" keeps a pool where a full cache fits too, since it is faster at long contexts;
-    "exact" takes the full cache then. ConfigError for anything else.
-    """
-
-    margin: int | Mapping[str, int] | None = None
-    free: Mapping[str, int] = field(default_factory=dict)
-    prefer: Literal["pool", "exact"] = "pool"
-
-    def __post_init__(self) -> None:
-        margins = self.margin if isinstance(self.margin, Mapping) else {"": 0 if self.margin is None else self.margin}
-        for what, sizes in (("margin", margins), ("free", self.free)):
-            for name, size in sizes.items():
-                if not isinstance(size, int) or size < 0:
-                    of = f" of {name}" if name else ""
-                    raise ConfigError(f"fit: {what}{of} is a number of bytes, 0 or more, not {size!r}")
-        if self.prefer not in ("pool", "exact"):
-            raise ConfigError(f"fit: prefer is 'pool' or 'exact', not {self.prefer!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

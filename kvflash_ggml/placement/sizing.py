@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ..config import MIN_SEQUENCES, KVFlashConfig
+from ..config import MIN_SEQUENCES, Fit, KVFlashConfig
 from ..constants import CHUNK, POOL_STEP, SPEED_CAP, round_up
 from ..errors import DoesNotFit, mebibytes
 from . import memory
 from .needs import STAGED_PAGES
-from .sizes import HOST, Device, Fit
+from .sizes import HOST, Device
 
 if TYPE_CHECKING:
     from ..native.info import DeviceInfo
@@ -235,7 +235,6 @@ def sequences(config: KVFlashConfig, slots: int, *, slot_bytes: int, state_bytes
 def _state_size(model: Any, params: Any, slots: int) -> int:
     """Return the bytes of one more sequence beside a pool of this many slots: recurrent state, and sliding windows."""
     from ..native import measure
-    from .predict import copied
 
     took = []
     for count in (1, 2):
@@ -335,3 +334,18 @@ def warn_if_too_long(n_ctx: int, page_bytes: int, weights: int, host: Device) ->
         "not fit (kvflash_spill, --kvflash-spill)%s",
         n_ctx, mebibytes(images), mebibytes(weights), mebibytes(host.total), shorter,
     )  # fmt: skip
+
+
+def copied(params: Any, **changes: Any) -> Any:
+    """Parameters with some fields changed."""
+    res = type(params).from_buffer_copy(params)
+    for name, value in changes.items():
+        setattr(res, name, value)
+    return res
+
+
+def with_steps(model: Any, params: Any, *, n_batch: int, n_ubatch: int) -> Any:
+    """Parameters of a context of a llama_cpp LlamaModel, as upstream will set them when it knows how long that is."""
+    n_ctx = params.n_ctx or model.n_ctx_train()
+    step = min(n_ctx, n_batch)
+    return copied(params, n_ctx=n_ctx, n_batch=step, n_ubatch=min(step, n_ubatch))

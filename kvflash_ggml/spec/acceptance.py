@@ -20,6 +20,7 @@ import numpy as np
 
 from .. import pip_line, system
 from ..arrays import Floats
+from ..config import DFLASH, EAGLE3
 from ..errors import ConversionError, LibraryError
 from ..gguf import reader, verify
 from ..native import library
@@ -100,7 +101,6 @@ def _open(path: Path, kind: str, target: Target) -> tuple[Drafter, int]:
     """Return a drafter, and how many tokens it drafts at once."""
     from .chained import Eagle3, Mtp
     from .dflash import DFlash
-    from .find import DFLASH, EAGLE3
 
     if kind == DFLASH:
         blocks = DFlash(path, target)

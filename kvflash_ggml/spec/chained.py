@@ -147,7 +147,7 @@ class Mtp(Chained):
                         remedy="Load the model with load_mtp.",
                     )  # fmt: skip
             else:
-                heads.check_pair(file, reader.read(target.path))
+                verify.check_heads(file, reader.read(target.path))
                 weights = DraftModel(path, offload=target.offload, repack=target.repack, mtp=True)
                 address = stack.enter_context(closing(weights)).address
             context = DraftContext(address, target, window=window, mtp=True, states=stock.STATES)

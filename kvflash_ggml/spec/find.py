@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
+from ..config import DFLASH, EAGLE3, MTP, NGRAM, SIMPLE
 from ..drafter.model import BOUND, FOLDERS
 from ..errors import ConfigError, ConversionError
 from ..gguf import heads, purpose, reader, verify
@@ -16,8 +17,6 @@ from ..gguf.reader import GGUF
 from .base import Features
 
 logger = logging.getLogger("kvflash_ggml")
-
-NGRAM, SIMPLE, DFLASH, EAGLE3, MTP = "ngram", "draft-simple", "draft-dflash", "draft-eagle3", "draft-mtp"
 
 _BY_ARCHITECTURE = {"dflash": DFLASH, "eagle3": EAGLE3}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import RLock
@@ -13,8 +12,9 @@ from threading import RLock
 import numpy as np
 
 from ..arrays import Int32s, common_prefix
+from ..config import PrefixCache
 from ..constants import CHUNK
-from ..errors import ConfigError, KVFlashError, SnapshotError
+from ..errors import KVFlashError, SnapshotError
 from ..host.heap import PageHeap
 from ..host.image import PageImage
 from ..interrupts import held_back
@@ -126,29 +126,6 @@ class MemoryTier:
     def clear(self) -> None:
         while self.evict():
             pass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixCache:
-    """Settings of a prefix cache, for `Llama.set_cache`. One can serve several models.
-
-    folder: stores prefixes for other processes and later runs; None for memory only. disk_bytes: capacity of the
-    folder, for all models together. memory_bytes: capacity in memory, per model. least: tokens of the shortest prefix
-    that is kept.
-    """
-
-    folder: Path | None = None
-    disk_bytes: int = 16 << 30
-    memory_bytes: int = 8 << 30
-    least: int = 256
-
-    def __post_init__(self) -> None:
-        for name in ("disk_bytes", "memory_bytes", "least"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise ConfigError(f"{name} must be a whole number of at least 0, not {value!r}")
-        if self.folder is not None:
-            object.__setattr__(self, "folder", Path(self.folder).absolute())  # the process may change its directory
 
 
 class Prefixes:

@@ -179,7 +179,7 @@ def test_an_interrupted_wait_does_not_free_the_model_under_the_thread(
         ended.append(of.model is not None)
         raise Stopped
 
-    monkeypatch.setattr(finder, "calibrate", calibrate)
+    monkeypatch.setattr(run, "calibrate", calibrate)
     llm = Llama(str(models["dense"]), n_ctx=1024, kvflash=512, verbose=False)
     inside(llm).finder.start()
     assert computing.wait(30)
@@ -206,7 +206,7 @@ def test_a_failure_is_said_once_and_all_heads_count(
     def fail(*args: object, **kwargs: object) -> None:
         raise CalibrationError("no room for it")
 
-    monkeypatch.setattr(finder, "calibrate", fail)
+    monkeypatch.setattr(run, "calibrate", fail)
     llm = pooled()
     for _ in range(3):
         answer(llm, tokens[:2000])
@@ -283,7 +283,7 @@ def test_it_waits_for_requests_and_takes_as_long_as_it_takes(
     """A stream that is not over holds it back; it goes on behind it, and the banner says how far it is."""
     monkeypatch.setattr(finder, "BUSY", 1e6)
     steps: list[int] = []
-    real = finder.calibrate
+    real = run.calibrate
 
     def noted(*args: Any, progress: Any, **keywords: Any) -> Any:
         def step(done: int, total: int) -> None:
@@ -292,7 +292,7 @@ def test_it_waits_for_requests_and_takes_as_long_as_it_takes(
 
         return real(*args, progress=step, **keywords)
 
-    monkeypatch.setattr(finder, "calibrate", noted)
+    monkeypatch.setattr(run, "calibrate", noted)
     llm = pooled("small")
     assert "all heads until those that retrieve are found" in llm.kvflash.banner()
     with inside(llm).finder.behind():
@@ -366,7 +366,7 @@ def test_a_model_that_is_collected_on_the_thread_that_calibrates_it(models: Any,
         seen.append((stop.is_set(), of.model is not None))
         raise Stopped
 
-    monkeypatch.setattr(finder, "calibrate", calibrate)
+    monkeypatch.setattr(run, "calibrate", calibrate)
     made = [Llama(str(models["dense"]), n_ctx=1024, kvflash=512, verbose=False)]
     model, found = made[0]._model, inside(made[0]).finder
     found.start()

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 from hypothesis import strategies as st
 
+from kvflash_ggml.config import Fit
 from kvflash_ggml.native.sizes import LayerSizes, Measure, Needs
 from kvflash_ggml.placement.layout import Compute
-from kvflash_ggml.placement.sizes import HOST, Device, Fit, ModelSizes, Placement, Request
+from kvflash_ggml.placement.sizes import HOST, Device, ModelSizes, Placement, Request
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -17,12 +17,10 @@ from support.fake_llama import BANNER, REPLY, FakeLlama, Stage, interrupt_at, st
 from kvflash_ggml import logs
 from kvflash_ggml.cli import chat, model, prompt, report, run
 from kvflash_ggml.cli.options import SamplingOptions
-from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.config import Fit, KVFlashConfig, PrefixCache
 from kvflash_ggml.errors import ConfigError, ContextFull, LibraryError
-from kvflash_ggml.placement.sizes import Fit
 from kvflash_ggml.sampling import Samplers
 from kvflash_ggml.settings import settings
-from kvflash_ggml.store.prefixes import PrefixCache
 
 
 @pytest.fixture

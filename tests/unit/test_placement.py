@@ -13,13 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvflash_ggml.config import Fit
 from kvflash_ggml.errors import ConfigError, DoesNotFit
 from kvflash_ggml.native.sizes import LayerSizes, Measure, Needs
 from kvflash_ggml.placement import devices as device_options
 from kvflash_ggml.placement import table
-from kvflash_ggml.placement.layout import bounds_of, partition
+from kvflash_ggml.placement.devices import bounds_of
+from kvflash_ggml.placement.layout import partition
 from kvflash_ggml.placement.plan import fit, plan
-from kvflash_ggml.placement.sizes import HOST, Device, Fit, ModelSizes, Placement, Request
+from kvflash_ggml.placement.sizes import HOST, Device, ModelSizes, Placement, Request
 from tests.support.placements import GIB, MIB, compute, gpus, host, moe
 from tests.support.reserve import reserve
 

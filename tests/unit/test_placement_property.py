@@ -8,9 +8,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kvflash_ggml.config import Fit
 from kvflash_ggml.errors import DoesNotFit
 from kvflash_ggml.placement.plan import plan
-from kvflash_ggml.placement.sizes import HOST, Device, Fit, ModelSizes, Request
+from kvflash_ggml.placement.sizes import HOST, Device, ModelSizes, Request
 from tests.support.placements import (
     GIB,
     MIB,

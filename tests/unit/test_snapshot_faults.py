@@ -78,7 +78,8 @@ from support.saving import dump, snapshot_store, make, text
 from kvflash_ggml.sequence import restore
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.errors import SnapshotError
-from kvflash_ggml.store.prefixes import PrefixCache, Prefixes
+from kvflash_ggml.config import PrefixCache
+from kvflash_ggml.store.prefixes import Prefixes
 session = make()
 extend(session, text(700))
 each = snapshot_store(session)

@@ -1,0 +1,117 @@
+"""What a `Llama` must know of drafts whether or not it has drafters, which `speculating.py` makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import llama_cpp
+
+from ..config import MTP, NGRAM, KVFlashConfig, SpecConfig
+from ..drafter.model import COMPUTE_BYTES
+from ..native.engine import plane_bytes
+from ..placement.sizing import address
+from ..spec.draft import DraftStats
+
+if TYPE_CHECKING:
+    from ..spec.base import Drafter, FeatureRows
+    from ..spec.find import Found
+    from ..spec.loop import Speculator
+
+ROWS = 32
+"""Rows of a step that verifies drafts, at most."""
+
+HYBRID_ROWS = 8
+"""The same where recurrent state has to go back over them: each row takes a copy of it on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What drafts need of a context. rows: of a step, with the newest token's, at most; 0 without drafts.
+
+    queries: that are captured beyond those that are looked at, so that rejected drafts leave these alone. planes:
+    recurrent states to go back to, beside the current one. kept_bytes: device memory of the one more that a lossless
+    answer keeps in front of what the pool drafts.
+    """
+
+    rows: int = 0
+    queries: int = 0
+    planes: int = 0
+    kept_bytes: int = 0
+
+
+def room(llm: llama_cpp.Llama, config: KVFlashConfig, draft_model: object, *, n_batch: int, n_ubatch: int) -> Room:
+    """What the drafts that a model is asked for need. The model is loaded, its context is not made yet.
+
+    n_batch, n_ubatch: as they were asked for. The context's parameters do not have them yet if n_ctx is 0.
+    """
+    if config.spec is None and draft_model is None and config.answer != "lossless":
+        return Room()
+    spec = config.spec or SpecConfig()
+    n_batch = min(n_batch, llm.context_params.n_ctx or llm._model.n_ctx_train())
+    size = plane_bytes(address(llm._model))
+    rows = spec.width or spec.max_width or (HYBRID_ROWS if size else ROWS)
+    rows = min(rows, n_batch)
+    n_ubatch = min(n_ubatch or n_batch, n_batch)  # 0 is upstream's "as n_batch"
+    planes = max(0, min(rows - 1, n_ubatch - 2)) if size else 0  # llama.cpp wants that a step can fill all of them
+    return Room(rows, 2 * rows if spec.tree else rows, planes, size if config.answer == "lossless" else 0)
+
+
+def likely(config: KVFlashConfig, draft_model: object) -> Room:
+    """What `room` will say at most of a model that has recurrent state, before that is known. Without kept_bytes."""
+    if config.spec is None and draft_model is None and config.answer != "lossless":
+        return Room()
+    spec = config.spec or SpecConfig()
+    rows = spec.width or spec.max_width or ROWS
+    return Room(rows, 2 * rows if spec.tree else rows, (spec.width or spec.max_width or HYBRID_ROWS) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """What was opened for one context: the drafters, what they are given of its compute, and rows of a step.
+
+    ends: the tokens that end a text, found once: llama.cpp is asked of each token of the vocabulary. total: what came
+    of all drafts, also of a `draft_model` that was set; on_pool: the same of those that the pool has verified.
+    """
+
+    drafters: Sequence[Drafter] = ()
+    features: FeatureRows | None = None
+    rows: int = ROWS
+    ends: frozenset[int] = frozenset()
+    total: DraftStats = field(default_factory=DraftStats)
+    on_pool: DraftStats = field(default_factory=DraftStats)
+
+    def after(self, speculator: Speculator) -> Drafting:
+        """With what came of drafts, and without drafters that are not asked any more: these may be closed."""
+        drafters = [drafter for drafter in self.drafters if drafter in speculator.drafters]
+        return replace(self, drafters=drafters).counting_on(speculator)
+
+    def counting_on(self, speculator: Speculator | None) -> Drafting:
+        """With what came of drafts before."""
+        if speculator is None:
+            return self
+        nested = speculator.nested
+        return replace(self, total=speculator.total, on_pool=self.on_pool if nested is None else nested.total)
+
+
+def search(model: Path, config: KVFlashConfig) -> tuple[Found, ...]:
+    """Who is to draft, before anything is loaded. ConfigError, and ConversionError for a file that does not fit."""
+    spec = config.spec
+    if spec is None:
+        return ()
+    from ..spec.find import find  # here: it imports every drafter, and most models draft nothing
+
+    return tuple(find(model, spec.types, spec.draft))
+
+
+def loads_head(found: Sequence[Found]) -> bool:
+    """Is a head of the model's own file to be loaded with it?"""
+    return any(one.type == MTP and one.file is None for one in found)
+
+
+def device_bytes(found: Sequence[Found]) -> int:
+    """Device memory that drafting models take, roughly: their weights, and what they compute with."""
+    models = [one for one in found if one.type != NGRAM]
+    return sum((one.file.stat().st_size if one.file is not None else 0) + COMPUTE_BYTES for one in models)
