@@ -1,0 +1,51 @@
+"""What is imported before a user can work: counted, since seconds depend on the machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from support.harness import MODELS
+
+PROGRAMS = {
+    "import kvflash_ggml": 14,
+    "from kvflash_ggml.cli import main; main(['--version'], standalone_mode=False)": 20,
+    "from kvflash_ggml import Llama": 122,
+}
+"""Programs, and how many modules of ours each may load. More cost every user: import what is rarely needed later."""
+
+ANSWER = f"""
+from kvflash_ggml import Llama
+llm = Llama({str(MODELS / "recall-qwen3-q8_0.gguf")!r}, n_ctx=1024, kvflash=512, kvflash_calibrate=False, verbose=False)
+assert llm("A pool of", max_tokens=2)["usage"]["completion_tokens"] == 2
+"""
+
+UNUSED = {
+    "calibration.run", "chat.templates", "chat.values", "llama.fitting", "llama.speculating", "media.files",
+    "placement.predict", "sampling", "spec.find", "spec.loop", "store.disk", "store.prefixes", "trace.recorder",
+}  # fmt: skip
+"""What a plain answer does not need."""
+
+
+def loaded(program: str) -> set[str]:
+    """The modules that a process has loaded after a program."""
+    code = f"{program}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stderr.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_few_modules_are_loaded(program: str) -> None:
+    modules = loaded(program)
+    ours = {name for name in modules if name.startswith("kvflash_ggml")}
+    assert len(ours) <= PROGRAMS[program], sorted(ours)
+    assert "importlib.metadata" not in modules, "it brings the email package"
+    assert "Llama" in program or "numpy" not in modules
+
+
+def test_an_answer_loads_no_more_than_it_needs() -> None:
+    modules = loaded(ANSWER)
+    assert "kvflash_ggml.sequence.sequence" in modules
+    assert sorted(UNUSED & {name.removeprefix("kvflash_ggml.") for name in modules}) == []
