@@ -161,9 +161,8 @@ class Llama(llama_cpp.Llama):
             from . import fitting  # here, as below: it imports all that plans a placement
 
             with servers.connected(endpoints):
-                request, self.placement = fitting.fit(
-                    model_path, request, fitting.beside(model_path, request), endpoints
-                )
+                others = fitting.beside(model_path, request)
+                request, self.placement = fitting.fit(model_path, request, others, endpoints)
             self._config = request.config
         settings = request.upstream
         self._projector = settings.get("chat_handler")
@@ -543,8 +542,7 @@ class Llama(llama_cpp.Llama):
         if reader.sequence is not None and self._config is not None:
             if reader.speculator is not None:
                 self._drafting = self._drafting.after(reader.speculator)
-            made = speculator_of(self, reader, self._config, self._drafting)
-            reader.speculator = reader.sequence.follower = made
+            reader.speculator = reader.sequence.follower = speculator_of(self, reader, self._config, self._drafting)
 
     @property
     def kvflash(self) -> PoolStats | None:
