@@ -18,7 +18,7 @@ from .errors import ApiError
 from .exchange import Answer, frame
 from .front import Front
 from .images import data_url, image_part
-from .schema import ChatRequest, Objects, PoolFields, _Known, _stop
+from .schema import ChatRequest, Objects, TranslatedRequest, _stop
 from .turns import Turns, as_json, as_object, kind_of, parts_of, text_of
 
 _CHANGING = re.compile(r"(?<=\bcch=)[0-9a-zA-Z]+")
@@ -29,34 +29,25 @@ _BILLING = "x-anthropic-billing-header:"
 _REASONS = {"length": "max_tokens", "stop": "end_turn"}
 
 
-class MessagesRequest(_Known):
+class MessagesRequest(TranslatedRequest):
     """A request for an answer, or for its tokens to be counted."""
 
-    model: str | None = None
     messages: Objects
     system: Any = None
     max_tokens: int = Field(-1, ge=-1)
     stop_sequences: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
-    stream: bool = False
-    temperature: float | None = None
-    top_p: float | None = None
     top_k: int | None = None
-    tools: Objects | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    kvflash: PoolFields = PoolFields.model_construct()
     # known to Anthropic's clients, without effect here
     cache_control: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
 
 
 async def messages(front: Front, http: HttpRequest) -> Response:
     asked: MessagesRequest = await front.asked(http, MessagesRequest)
-    front.admit()
     chat = await front.work(http, _translated, front, http, asked)
     requests, rendered = await prepared(front, http, chat, kind="msg")
     answer = MessageAnswer(front.settings.alias, requests[0].id, chat, rendered.reader(), len(requests[0].tokens))
@@ -85,11 +76,11 @@ def _translated(front: Front, http: HttpRequest, asked: MessagesRequest) -> Chat
         "tools": _tools(turns, tools),
         "max_tokens": asked.max_tokens,
         "stop": list(asked.stop_sequences),
-        **{name: getattr(asked, name) for name in ("stream", "temperature", "top_p", "top_k", "chat_template_kwargs")},
+        "top_k": asked.top_k,
         **_choice(asked.tool_choice or {}),
         **_effort(asked),
     }
-    return turns.chat(http, data, asked.kvflash)
+    return turns.chat(http, asked, data)
 
 
 def _message(turns: Turns, added: list[dict[str, Any]], message: dict[str, Any], where: str) -> None:
@@ -164,14 +155,14 @@ def _result(turns: Turns, part: dict[str, Any], where: str) -> str | dict[str, A
 
 def _tools(turns: Turns, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Functions; tools that Anthropic's servers have themselves are left out."""
-    made, known = [], set()
+    made, names = [], set()
     for tool in tools:
         if "input_schema" not in tool:
             turns.leave_out(f"tools.{kind_of(tool)}")
             continue
-        if str(tool.get("name")) in known:
+        if str(tool.get("name")) in names:
             continue
-        known.add(str(tool.get("name")))
+        names.add(str(tool.get("name")))
         function = {
             "name": text_of(tool.get("name"), "tools.name"),
             "description": tool.get("description"),

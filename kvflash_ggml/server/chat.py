@@ -28,7 +28,6 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 async def chat(front: Front, http: HttpRequest) -> Response:
     asked: ChatRequest = await front.asked(http, ChatRequest)
-    front.admit()
     requests, rendered = await prepared(front, http, asked)
     answers = [ChatAnswer(front.settings.alias, requests[0].id, asked, rendered, index=i) for i in range(len(requests))]
     return await front.respond(http, requests, answers, each=len(requests), stream=asked.stream)
@@ -67,7 +66,7 @@ async def prepared(
         asked,
         tokens,
         kind=kind,
-        most=None if asked.max_tokens < 0 else asked.max_tokens,
+        max_tokens=asked.max_tokens,
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
         grammar=await front.format_grammar(http, asked) if formatted else rendered.grammar,
         shared_until=shared_until,
@@ -86,8 +85,8 @@ def _unheard(asked: ChatRequest) -> list[str]:
         raise ApiError(400, message, param="add_generation_prompt")
     if _continued(asked.messages):
         return []
-    told = [f"continue_final_message={goes_on}"] if goes_on else []
-    return [*told, "add_generation_prompt=False"] if begins is False else told
+    ignored = [f"continue_final_message={goes_on}"] if goes_on else []
+    return [*ignored, "add_generation_prompt=False"] if begins is False else ignored
 
 
 def _continued(messages: Sequence[Message]) -> bool:

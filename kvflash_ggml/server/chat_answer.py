@@ -10,18 +10,16 @@ from typing import Any
 from ..batching.messages import Event, Finished, Logprob, Piece, Started
 from ..chat.reader import Rendered
 from .errors import ApiError
-from .exchange import DONE, Answer, dumps, frame
+from .exchange import DONE, ChoiceAnswer, dumps, frame
 from .schema import ChatRequest, ToolChoice
 from .usage import heading, marked, timings, usage
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(ChoiceAnswer):
     """Events as OpenAI's chat objects: chunks of a stream, or one of the whole."""
 
     def __init__(self, alias: str, id: str, asked: ChatRequest, rendered: Rendered, *, index: int) -> None:
-        super().__init__(asked, rendered.reader())
-        self._index = index
-        self._base = heading(id, "chat.completion", alias)
+        super().__init__(asked, rendered.reader(), base=heading(id, "chat.completion", alias), index=index)
         self._chunk = {**self._base, "object": "chat.completion.chunk"}
         self._head = f'data: {dumps(self._chunk)[:-1]},"choices":[{{"index":{index},"delta":'
 
@@ -33,15 +31,6 @@ class ChatAnswer(Answer):
             "finish_reason": self._reason(finished),
         }
 
-    def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> dict[str, Any]:
-        return {
-            **self._base,
-            "choices": list(choices),
-            "usage": usage(finished.usage),
-            "timings": timings(finished.usage),
-            **self._report(finished),
-        }
-
     def chunk(
         self,
         delta: dict[str, Any],
@@ -50,9 +39,9 @@ class ChatAnswer(Answer):
         reason: str | None = None,
         more: Mapping[str, Any] = MappingProxyType({}),
     ) -> bytes:
-        told = dumps(_chat_logprobs(logprobs)) if logprobs else "null"
+        probabilities = dumps(_chat_logprobs(logprobs)) if logprobs else "null"
         rest = f",{dumps(more)[1:-1]}" if more else ""
-        choice = f'{dumps(delta)},"logprobs":{told},"finish_reason":{json.dumps(reason)}'
+        choice = f'{dumps(delta)},"logprobs":{probabilities},"finish_reason":{json.dumps(reason)}'
         return f"{self._head}{choice}}}]{rest}}}\n\n".encode()
 
     def opening(self) -> bytes:

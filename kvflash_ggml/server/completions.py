@@ -10,15 +10,14 @@ from starlette.responses import Response
 
 from ..batching.messages import Event, Finished, Logprob, Piece, Request, Started
 from .errors import ApiError, invalid
-from .exchange import DONE, Answer, frame
+from .exchange import DONE, ChoiceAnswer, frame
 from .front import Front, several
 from .schema import MAX_ANSWERS, CompletionRequest
-from .usage import heading, marked, timings, usage
+from .usage import heading, marked, usage
 
 
 async def completions(front: Front, http: HttpRequest) -> Response:
     asked: CompletionRequest = await front.asked(http, CompletionRequest)
-    front.admit()
     if asked.best_of not in (None, 1):
         raise ApiError(501, "best_of is not supported: leave it out", param="best_of")
     if asked.echo and asked.logprobs is not None:
@@ -29,12 +28,13 @@ async def completions(front: Front, http: HttpRequest) -> Response:
         message = f"{len(prompts)} prompts with {each} answers each: {MAX_ANSWERS} answers at most in one request"
         raise invalid("prompt", message)
     grammar = await front.format_grammar(http, asked)
-    most = None if asked.max_tokens < 0 else asked.max_tokens
     requests: list[Request] = []
     answers: list[TextAnswer] = []
     for prompt in prompts:
         tokens = await front.work(http, prompt_tokens, front, prompt, asked.suffix)
-        request = front.make(http, asked, tokens, kind="cmpl", most=most, logprobs=asked.logprobs, grammar=grammar)
+        request = front.make(
+            http, asked, tokens, kind="cmpl", max_tokens=asked.max_tokens, logprobs=asked.logprobs, grammar=grammar
+        )
         echoed = await front.work(http, _text, front, tokens) if asked.echo else ""
         for one in several(request, each):
             requests.append(one)
@@ -117,26 +117,15 @@ def known_tokens(front: Front, tokens: list[int], where: str) -> list[int]:
     return tokens
 
 
-class TextAnswer(Answer):
+class TextAnswer(ChoiceAnswer):
     """Events as OpenAI's completion objects."""
 
     def __init__(self, alias: str, id: str, asked: CompletionRequest, echoed: str, *, index: int) -> None:
-        super().__init__(asked)
-        self._echoed, self._index = echoed, index
-        self._base = heading(id, "text_completion", alias)
-        self._length = 0
+        super().__init__(asked, base=heading(id, "text_completion", alias), index=index)
+        self._echoed, self._length = echoed, 0
 
     def choice(self, finished: Finished) -> dict[str, Any]:
         return self._choice("".join([self._echoed, *self._text]), self._logprobs, finished.reason)
-
-    def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> dict[str, Any]:
-        return {
-            **self._base,
-            "choices": list(choices),
-            "usage": usage(finished.usage),
-            "timings": timings(finished.usage),
-            **self._report(finished),
-        }
 
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Started) and (self._echoed or event.preview is not None):
@@ -154,23 +143,23 @@ class TextAnswer(Answer):
             yield frame({**self._base, "choices": [], **shown})
         yield DONE
 
-    def _choice(self, text: str, told: Sequence[Logprob], reason: str | None) -> dict[str, Any]:
+    def _choice(self, text: str, drawn: Sequence[Logprob], reason: str | None) -> dict[str, Any]:
         logprobs = None
-        if self._asked.logprobs is not None and told:
-            pieces = [one.piece.decode("utf-8", "replace") for one in told]
+        if self._asked.logprobs is not None and drawn:
+            pieces = [one.piece.decode("utf-8", "replace") for one in drawn]
             offsets = []
             for piece in pieces:
                 offsets.append(self._length)
                 self._length += len(piece)
             logprobs = {
                 "tokens": pieces,
-                "token_logprobs": [one.logprob for one in told],
+                "token_logprobs": [one.logprob for one in drawn],
                 "top_logprobs": [  # with the token that was drawn, however unlikely
                     {
                         piece.decode("utf-8", "replace"): value
                         for _, piece, value in (*one.top, (one.token, one.piece, one.logprob))
                     }
-                    for one in told
+                    for one in drawn
                 ],
                 "text_offset": offsets,
             }

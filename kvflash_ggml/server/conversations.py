@@ -34,7 +34,7 @@ def snapshot(front: Front, access: Access) -> tuple[dict[str, Any], Residency]:
     pool, now, at_hand = seen or ({**model.counters(), **_OF_TEXT}, Residency(), None)
     if access.owner:
         pool = {name: value for name, value in pool.items() if name not in _OF_NEWEST}
-    told = {
+    reported = {
         "model": front.settings.alias,
         "n_ctx": scheduler.model.n_ctx,
         "pool": dict(pool),
@@ -58,7 +58,7 @@ def snapshot(front: Front, access: Access) -> tuple[dict[str, Any], Residency]:
         },
         "draining": front.draining,
     }
-    return told, now
+    return reported, now
 
 
 async def conversations(front: Front, request: HttpRequest) -> Response:
@@ -81,19 +81,19 @@ async def action(front: Front, http: HttpRequest) -> Response:
     scheduler, access = front.scheduler, front.access(http)
     try:
         if what == "park":
-            known = await front.engine(lambda: scheduler.conversations.swap_out(id, access))
+            found = await front.engine(lambda: scheduler.conversations.swap_out(id, access))
         elif what == "save":
             if scheduler.folder is None:
                 raise ApiError(501, "conversations are saved in --session-dir: start the server with it")
-            known = await front.engine(lambda: scheduler.conversations.save(id, access))
+            found = await front.engine(lambda: scheduler.conversations.save(id, access))
         elif what == "pin":
             lo, hi = _range(await front.body(http))
-            known = await front.engine(lambda: scheduler.conversations.pin(id, lo, hi, access))
+            found = await front.engine(lambda: scheduler.conversations.pin(id, lo, hi, access))
         else:
             raise ApiError(404, "what can be done is park, save and pin")
     except KVFlashError as err:
         raise ApiError(400, str(err)) from None
-    if not known:
+    if not found:
         raise _unknown(id)
     return JSONResponse({"id": id, what: True})
 

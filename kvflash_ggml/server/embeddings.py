@@ -18,24 +18,17 @@ from .completions import prompt_tokens
 from .errors import ApiError, invalid
 from .front import Front
 from .prompts import Embedded, Embedder
-from .schema import _all, _few, _Known, _named, _tokens
+from .schema import _all, _few, _Known, _prompt
 
 MAX_TEXTS = 2048
 """In one request, as OpenAI has it."""
 
 
 def _input(value: Any) -> list[str | list[int]]:
-    """One text, one list of tokens, or a list of either: the first element decides."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"it is {_named(value)}, and must be a text or a list that is not empty")
-    first = type(value[0])
-    if first is str:
-        return _all(_few(value, MAX_TEXTS), str, "a text like the first")
-    if first is list:
-        return [_tokens(one) for one in _all(_few(value, MAX_TEXTS), list, "a list like the first")]
-    return [_tokens(value)]
+    if value == []:
+        raise ValueError("it is an empty list, and must be a text or a list of texts or tokens")
+    found = _prompt(value, MAX_TEXTS)
+    return found if isinstance(found, list) and type(found[0]) is not int else [found]
 
 
 def _texts(value: list[str]) -> list[str]:
@@ -79,8 +72,8 @@ class OllamaPromptRequest(_Known):
 async def embeddings(front: Front, http: HttpRequest) -> Response:
     asked: EmbeddingsRequest = await front.asked(http, EmbeddingsRequest)
     found, count = await _embedded(front, http, asked.input, dimensions=asked.dimensions)
-    told: Any = _base64 if asked.encoding_format == "base64" else np.ndarray.tolist
-    data = [{"object": "embedding", "index": i, "embedding": told(one)} for i, one in enumerate(found)]
+    written: Any = _base64 if asked.encoding_format == "base64" else np.ndarray.tolist
+    data = [{"object": "embedding", "index": i, "embedding": written(one)} for i, one in enumerate(found)]
     usage = {"prompt_tokens": count, "total_tokens": count}
     return await front.work(
         http, JSONResponse, {"object": "list", "data": data, "model": front.settings.alias, "usage": usage}
@@ -129,7 +122,6 @@ async def ollama_prompt(front: Front, http: HttpRequest) -> Response:
 
 def _embedder(front: Front, *, ranks: bool) -> Embedder:
     """ApiError, 501, if the server was not started for this."""
-    front.admit()
     embedder = front.embedder
     if embedder is None or (embedder.pooling == "rank") is not ranks:
         what, flag = ("reranking", "--reranking and a reranker") if ranks else ("embeddings", "--embeddings")

@@ -22,7 +22,7 @@ from .conversations import snapshot
 from .errors import ApiError
 from .exchange import frame
 from .front import Front
-from .intake import KEY, Intake
+from .intake import KEY, Intake, disconnected
 
 MAX_VIEWERS = 16
 """Streams of one key, so that no key locks out another."""
@@ -36,8 +36,8 @@ PING = b": ping\n\n"
 
 def state(front: Front, access: Access) -> dict[str, Any]:
     """What a viewer is told: the server, and the map of the text at hand. No text."""
-    told, now = snapshot(front, access)
-    return {**told, "map": _map(now), "speed": front.speed()}
+    server, now = snapshot(front, access)
+    return {**server, "map": _map(now), "speed": front.speed()}
 
 
 def _map(now: Residency) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Viewer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._look_on(1)
-        left = asyncio.ensure_future(_left(receive))
+        left = asyncio.ensure_future(disconnected(receive))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             last, quiet = b"", 0.0
@@ -105,11 +105,6 @@ class Viewer(Response):
         self._front.viewers[self._key] += more
         for slot in self._front.scheduler.slots:
             slot.model.explain(self._front.viewers.total() > 0)
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def words(front: Front, request: HttpRequest) -> Response:

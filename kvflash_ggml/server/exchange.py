@@ -20,7 +20,7 @@ from ..chat.reader import AnswerReader
 from ..chat.values import Delta, Said
 from ..errors import KVFlashError
 from .errors import ApiError, from_failure
-from .usage import report, together
+from .usage import report, timings, together, usage
 
 MAX_HELD = 1 << 20
 """Bytes, about, held for a client that does not read. Its answer is swapped out then, until half of them are left."""
@@ -104,6 +104,23 @@ class Answer(ABC):
         return []
 
 
+class ChoiceAnswer(Answer):
+    """One of several choices of OpenAI's older interfaces. base: the fields that the whole answer begins with."""
+
+    def __init__(self, asked: Any, reader: AnswerReader | None = None, *, base: dict[str, Any], index: int) -> None:
+        super().__init__(asked, reader)
+        self._base, self._index = base, index
+
+    def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> dict[str, Any]:
+        return {
+            **self._base,
+            "choices": [*choices],
+            "usage": usage(finished.usage),
+            "timings": timings(finished.usage),
+            **self._report(finished),
+        }
+
+
 class Inbox:
     """Carries events from the engine's thread to the loop that it is made in.
 
@@ -159,8 +176,8 @@ class Inbox:
 
 def _size(event: Event) -> int:
     """Return about how many bytes the frame of an event has."""
-    told = sum(1 + len(one.top) for one in event.logprobs) if isinstance(event, Piece) else 0
-    return 256 + 128 * told + (len(event.text) if isinstance(event, Piece) else 0)
+    tokens = sum(1 + len(one.top) for one in event.logprobs) if isinstance(event, Piece) else 0
+    return 256 + 128 * tokens + (len(event.text) if isinstance(event, Piece) else 0)
 
 
 def submitted(scheduler: Scheduler, requests: Sequence[Request], receive: Receive) -> list[Exchange]:

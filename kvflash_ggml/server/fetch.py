@@ -19,6 +19,7 @@ SECONDS = 10.0
 """For all files of a request, to the last byte."""
 
 _PIECE = 64 << 10
+_HEADERS = {"User-Agent": "kvflash", "Accept": "image/*", "Connection": "close"}
 PORTS = {"http": 80, "https": 443}
 """The only ports that are asked, by scheme."""
 
@@ -29,8 +30,8 @@ _CLOSED = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "16
 """Not public either, though some versions of Python say so. One serves the hosts of a cloud."""
 
 
-def fetch(url: str, most: int, seconds: float = SECONDS) -> bytes:
-    """The file at a URL, of `most` bytes at most.
+def fetch(url: str, limit: int, seconds: float = SECONDS) -> bytes:
+    """The file at a URL, of `limit` bytes at most.
 
     Only a public address is asked, and no other one than was looked at: names may lead to another one the next time.
     seconds: from the look-up of the name to the last byte. ConfigError for a URL that is refused, and for what cannot
@@ -52,22 +53,22 @@ def fetch(url: str, most: int, seconds: float = SECONDS) -> bytes:
     if left <= 0:
         raise ConfigError(slow)
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    with contextlib.closing(_Connection(parts.hostname, port, found[0], parts.scheme == "https", left)) as asked:
-        late = threading.Timer(left, asked.end)
+    with contextlib.closing(_Connection(parts.hostname, port, found[0], parts.scheme == "https", left)) as connection:
+        late = threading.Timer(left, connection.end)
         late.start()
         try:
-            asked.request("GET", path, headers={"User-Agent": "kvflash", "Accept": "image/*", "Connection": "close"})
-            with asked.getresponse() as reply:
-                made = _body(reply, url, most)
+            connection.request("GET", path, headers=_HEADERS)
+            with connection.getresponse() as reply:
+                made = _body(reply, url, limit)
         except ConfigError:
             raise
         except (OSError, ValueError, http.client.HTTPException) as err:
-            asked.ended |= isinstance(err, TimeoutError)
-            if not asked.ended:
+            connection.ended |= isinstance(err, TimeoutError)
+            if not connection.ended:
                 raise ConfigError(f"{brief(url)} cannot be fetched: {brief(err)}") from err
         finally:
             late.cancel()
-        if asked.ended:
+        if connection.ended:
             raise ConfigError(slow)
         return made
 
@@ -113,7 +114,7 @@ def _parts(url: str) -> tuple[SplitResult, int]:
     return parts, port
 
 
-def _body(reply: http.client.HTTPResponse, url: str, most: int) -> bytes:
+def _body(reply: http.client.HTTPResponse, url: str, limit: int) -> bytes:
     if 300 <= reply.status < 400:
         raise ConfigError(f"{brief(url)} leads elsewhere ({reply.status}), which is not followed: give that URL")
     if reply.status != 200:
@@ -121,8 +122,8 @@ def _body(reply: http.client.HTTPResponse, url: str, most: int) -> bytes:
     made, piece = bytearray(), memoryview(bytearray(_PIECE))
     while count := reply.readinto(piece):  # read() returns all that comes where a chunk's size is negative
         made += piece[:count]
-        if len(made) > most:
-            raise ConfigError(f"{brief(url)} has more than {most} bytes, which is the most: give a smaller file")
+        if len(made) > limit:
+            raise ConfigError(f"{brief(url)} has more than {limit} bytes, which is the most: give a smaller file")
     if reply.length:
         raise http.client.IncompleteRead(b"", reply.length)
     return bytes(made)

@@ -66,8 +66,8 @@ def told(name: str, value: Any) -> str | None:
 
 def note(request: HttpRequest, names: Sequence[str]) -> None:
     """Add names of what was left out of a request: items, blocks and tools of kinds that are not known."""
-    known = request.scope.get(IGNORED, ())
-    request.scope[IGNORED] = list(dict.fromkeys((*known, *names)))
+    noted = request.scope.get(IGNORED, ())
+    request.scope[IGNORED] = list(dict.fromkeys((*noted, *names)))
 
 
 def tell(request: HttpRequest, response: Response, logged: set[tuple[str, ...]]) -> None:
@@ -81,11 +81,11 @@ def tell(request: HttpRequest, response: Response, logged: set[tuple[str, ...]])
     shown = [quote(name, safe="=[]:") for name in names[:MAX_TOLD]]
     more = len(names) - MAX_TOLD
     response.headers[HEADER] = ", ".join([*shown, f"and {more} more"] if more > 0 else shown)
-    known = (request.scope["path"], *shown)
-    if known in logged:
+    key = (request.scope["path"], *shown)
+    if key in logged:
         return
     if len(logged) < MAX_LOGGED:
-        logged.add(known)
+        logged.add(key)
     level = logging.WARNING if any("=" in name for name in names) else logging.INFO
     line = {"path": request.scope["path"], "ignored": shown, "count": len(names)}
     requestlog.logger.log(level, "%s", json.dumps(line))

@@ -34,7 +34,6 @@ from .usage import preview_header, together
 
 T = TypeVar("T")
 
-
 MAX_ITEMS_BYTES = 64 << 20
 """Bytes of all items that are kept. The key with the most loses its least recently used response first."""
 
@@ -123,8 +122,13 @@ class Front(Intake):
             raise ApiError(400, str(err), code="invalid_value") from None
 
     async def asked(self, http: HttpRequest, kind: type[Any]) -> Any:
-        """Return the request of this kind in a body; see `body`. The header of the answer names its unknown fields."""
-        return await self.work(http, self._asked, http, kind, await self.received(http))
+        """Return the request of this kind in a body; see `body`. The header of the answer names its unknown fields.
+
+        ApiError while the server is draining, too.
+        """
+        data = await self.received(http)
+        self.admit()
+        return await self.work(http, self._asked, http, kind, data)
 
     def _asked(self, http: HttpRequest, kind: type[Any], data: bytearray) -> Any:
         asked, http.scope[fields.IGNORED] = parse(kind, self.loads(data), strict=self.settings.strict)
@@ -142,7 +146,7 @@ class Front(Intake):
         tokens: list[int],
         *,
         kind: str,
-        most: int | None,
+        max_tokens: int,
         logprobs: int | None = None,
         grammar: Grammar | str | None = None,
         shared_until: int = 0,
@@ -150,7 +154,10 @@ class Front(Intake):
         preserved: Mapping[int, bytes] = MappingProxyType({}),
         images: tuple[Image, ...] = (),
     ) -> Request:
-        """Return the request for the scheduler. ApiError if the prompt is empty or has no room in the context."""
+        """Return the request for the scheduler. ApiError if the prompt is empty or has no room in the context.
+
+        max_tokens: of the answer, below 0 for --max-tokens-default.
+        """
         n_ctx, settings, pool = self.scheduler.model.n_ctx, self.settings, asked.kvflash
         if not tokens:
             raise invalid("prompt", "the prompt is empty")
@@ -163,7 +170,7 @@ class Front(Intake):
                 code="context_length_exceeded",
                 param="messages",
             )
-        wanted = settings.default_tokens if most is None else most
+        wanted = settings.default_tokens if max_tokens < 0 else max_tokens
         if settings.most_tokens is not None:
             wanted = min(wanted, settings.most_tokens)
         for lo, hi in pool.pins:

@@ -23,7 +23,6 @@ _HEADERS = "anthropic-beta, anthropic-version, authorization, content-type, x-ap
 OPEN_PATHS = frozenset(("/health", "/v1/health", "/", "/favicon.ico"))
 """Answered without a key, and to pages of any origin."""
 
-
 MAX_BODIES = 4
 """Bytes of one client's bodies whose requests have not ended, in multiples of `max_body`."""
 
@@ -92,12 +91,12 @@ class Guard:
                 del self._held[client]
 
     def _check_bodies(self, held: int) -> None:
-        most = MAX_BODIES * self._settings.max_body
-        if held > most:
+        limit = MAX_BODIES * self._settings.max_body
+        if held > limit:
             raise ApiError(
                 429,
-                f"the unfinished requests of this client have {held} bytes of bodies, and {most} is the most: wait for "
-                f"answers, or start the server with a larger --max-body",
+                f"the unfinished requests of this client have {held} bytes of bodies, and {limit} is the most: wait "
+                f"for answers, or start the server with a larger --max-body",
                 code="bodies",
                 retry_after_s=1,
             )
@@ -137,10 +136,10 @@ class Guard:
         bearer = headers.get("authorization", "")
         given = bearer[7:].strip() if bearer[:7].lower() == "bearer " else headers.get("x-api-key", "")
         digest = hashlib.sha256(given.encode("utf-8", "surrogatepass")).digest()
-        known = False
+        valid = False
         for one in self._digests:
-            known |= hmac.compare_digest(one, digest)
-        if known:
+            valid |= hmac.compare_digest(one, digest)
+        if valid:
             return digest.hex()[:16]
         if path in OPEN_PATHS or (path == "/metrics" and self._settings.public_metrics):
             return ""

@@ -120,9 +120,9 @@ class Images:
 
     def _file(self, text: Any, where: str, expected: str, kind: str) -> bytes:
         """The bytes of a file that has come as base64. kind: image or audio."""
-        most = self._front.settings.max_image_bytes
-        if isinstance(text, str) and len(text) // 4 * 3 - 2 > most:
-            message = f"{where}: a file has about {len(text) // 4 * 3} bytes, and {most} is the most: --max-image-size"
+        limit = self._front.settings.max_image_bytes
+        if isinstance(text, str) and len(text) // 4 * 3 - 2 > limit:
+            message = f"{where}: a file has about {len(text) // 4 * 3} bytes, and {limit} is the most: --max-image-size"
             raise ApiError(400, message, code=f"{kind}_too_large", param=where)
         try:
             if not isinstance(text, str):

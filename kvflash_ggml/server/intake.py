@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.types import Scope
+from starlette.types import Receive, Scope
 
 from ..errors import ConfigError, ContextFull
 from . import bodies
@@ -20,7 +20,6 @@ from .errors import OLLAMAS_PATH, ApiError
 from .settings import ServerSettings
 
 T = TypeVar("T")
-
 
 THREADS = 4
 """For bodies, templates, tokenising and grammars: nothing that depends on a body runs on the loop."""
@@ -105,7 +104,7 @@ class Intake:
         if encoding != "identity":
             message = f"the body is encoded as {encoding[:40]!r}, and identity is all that is read: send it as it is"
             raise ApiError(415, message, code="content_encoding")
-        most, stall_s, data = self.settings.max_body, self.settings.stall_timeout_s, bytearray()
+        limit, stall_s, data = self.settings.max_body, self.settings.stall_timeout_s, bytearray()
         began, parts = time.monotonic(), request.stream()
         try:
             while True:
@@ -114,8 +113,8 @@ class Intake:
                 if part is None:
                     break
                 data += part
-                if len(data) > most:
-                    raise ApiError(413, f"the body has more than {most} bytes: --max-body", code="body_too_large")
+                if len(data) > limit:
+                    raise ApiError(413, f"the body has more than {limit} bytes: --max-body", code="body_too_large")
         except ClientDisconnect:
             raise ApiError(400, "the body ended too early", code="invalid_json") from None
         except (TimeoutError, asyncio.TimeoutError):
@@ -130,6 +129,12 @@ class Intake:
     def close(self) -> None:
         for threads in (self._threads, self._fetching):
             threads.shutdown(wait=False, cancel_futures=True)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Return when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def client_of(scope: Scope) -> str:

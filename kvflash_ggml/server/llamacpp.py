@@ -47,8 +47,8 @@ def _described(number: int, slot: Slot, access: Access) -> dict[str, Any]:
 
 async def slot_action(front: Front, request: HttpRequest) -> Response:
     """Save, restore or erase the text in a slot. Files lie in the session folder."""
-    all_slots, asked = front.scheduler.slots, request.path_params["id"]
-    number = int(asked) if asked.isdecimal() and len(asked) <= 9 else -1
+    all_slots, wanted = front.scheduler.slots, request.path_params["id"]
+    number = int(wanted) if wanted.isdecimal() and len(wanted) <= 9 else -1
     if not 0 <= number < len(all_slots):
         there = "there is one slot: 0" if len(all_slots) == 1 else f"there are slots 0 to {len(all_slots) - 1}"
         raise ApiError(404, there, code="no_slot")
@@ -106,9 +106,9 @@ async def detokenize(front: Front, http: HttpRequest) -> Response:
 
 
 def _detokenized(front: Front, asked: DetokenizeRequest) -> Response:
-    most = max(MOST_TOKENS, front.scheduler.model.n_ctx)
-    if len(asked.tokens) > most:
-        message = f"tokens: {len(asked.tokens)} tokens, and {most} is the most that is written at once: split them"
+    limit = max(MOST_TOKENS, front.scheduler.model.n_ctx)
+    if len(asked.tokens) > limit:
+        message = f"tokens: {len(asked.tokens)} tokens, and {limit} is the most that is written at once: split them"
         raise invalid("tokens", message)
     text = front.prompts.detokenize(known_tokens(front, asked.tokens, "tokens"))
     return JSONResponse({"content": text.decode("utf-8", "replace")})
@@ -124,7 +124,6 @@ def _templated(front: Front, asked: TemplateRequest) -> Response:
 
 async def completion(front: Front, http: HttpRequest) -> Response:
     asked: RawRequest = await front.asked(http, RawRequest)
-    front.admit()
     if asked.n not in (None, 1):
         message = f"n: {asked.n} answers in one request: use /v1/completions, or ask {asked.n} times"
         raise ApiError(501, message, code="not_served", param="n")
@@ -134,9 +133,7 @@ async def completion(front: Front, http: HttpRequest) -> Response:
 async def infill(front: Front, http: HttpRequest) -> Response:
     """What stands between two texts, for models that were trained to fill gaps."""
     asked: InfillRequest = await front.asked(http, InfillRequest)
-    front.admit()
     check_gap(front, "/infill")
-    most = None if asked.n_predict < 0 else asked.n_predict
     tokens = await front.work(
         http,
         gap_tokens,
@@ -145,16 +142,15 @@ async def infill(front: Front, http: HttpRequest) -> Response:
         asked.input_suffix,
         files=[(one.filename, one.text) for one in asked.input_extra],
         begun=asked.prompt,
-        most=front.settings.default_tokens if most is None else most,
+        most=front.settings.default_tokens if asked.n_predict < 0 else asked.n_predict,
     )
     return await _answered(front, http, asked, tokens)
 
 
 async def _answered(front: Front, http: HttpRequest, asked: RawRequest | InfillRequest, tokens: list[int]) -> Response:
     grammar = await front.format_grammar(http, asked)
-    most = None if asked.n_predict < 0 else asked.n_predict
-    logprobs = asked.n_probs or None
-    request = front.make(http, asked, tokens, kind="raw", most=most, logprobs=logprobs, grammar=grammar)
+    length, logprobs = asked.n_predict, asked.n_probs or None
+    request = front.make(http, asked, tokens, kind="raw", max_tokens=length, logprobs=logprobs, grammar=grammar)
     return await front.respond(http, [request], [RawAnswer(front.settings.alias, asked)], each=1, stream=asked.stream)
 
 

@@ -132,7 +132,6 @@ def entry(name: str, created: float, facts: Mapping[str, Any]) -> dict[str, Any]
 
 async def chat(front: Front, http: HttpRequest) -> Response:
     asked: OllamaChatRequest = await front.asked(http, OllamaChatRequest)
-    front.admit()
     if not asked.messages:
         return silent(front.settings.alias, "load", generate=False)
     data = {"messages": _messages(asked.messages), "tools": asked.tools}
@@ -141,7 +140,6 @@ async def chat(front: Front, http: HttpRequest) -> Response:
 
 async def generate(front: Front, http: HttpRequest) -> Response:
     asked: GenerateRequest = await front.asked(http, GenerateRequest)
-    front.admit()
     if not (asked.prompt or asked.suffix):
         return silent(front.settings.alias, "load", generate=True)
     if asked.suffix is None and not asked.raw and front.prompts.template is not None:
@@ -154,8 +152,8 @@ async def generate(front: Front, http: HttpRequest) -> Response:
         raise invalid("images", "images are part of a chat: leave out raw and suffix")
     raw = await front.work(http, _translated, front, http, RawRequest, asked, {"prompt": asked.prompt})
     tokens = await front.work(http, prompt_tokens, front, raw.prompt, asked.suffix)
-    most = None if raw.n_predict < 0 else raw.n_predict
-    request = front.make(http, raw, tokens, kind="gen", most=most, grammar=await front.format_grammar(http, raw))
+    grammar = await front.format_grammar(http, raw)
+    request = front.make(http, raw, tokens, kind="gen", max_tokens=raw.n_predict, grammar=grammar)
     answer = OllamaAnswer(front.settings.alias, raw, AnswerReader(), generate=True)
     return await front.respond(http, [request], [answer], each=1, stream=asked.stream)
 
@@ -240,10 +238,10 @@ def _messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:
-    known = isinstance(value or [], list) and all(
+    valid = isinstance(value or [], list) and all(
         isinstance(one, dict) and isinstance(one.get("function"), dict) for one in value or ()
     )
-    if not known:
+    if not valid:
         raise invalid(where, f"{where}.tool_calls: each has a function with a name and arguments")
     return value or []
 

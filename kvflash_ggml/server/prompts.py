@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _LOOSE, _STRICT = r'char ::= [^"\\] |', r'char ::= [^"\\\x7F\x00-\x1F] |'
 """Upstream's grammar lets line breaks into strings, which no parser of JSON takes."""
 
-
 CHECKED = 64
 """Grammars that are known to be sound: agents send the same tools each turn."""
 
@@ -30,12 +29,10 @@ MOST_BYTES = 1 << 20
 MOST_PER_TOKEN = 16
 """Bytes of the context's tokens that are tokenised at once, if that is more: 1 MiB of spaces takes a second or two."""
 
-
 MOST_MARKS = 1 << 15
 """Control tokens that are tokenised at once, if the context has room for them: the tokenizer takes the square of their
 number in time, 6 s for so many and a minute for three times as many. A chat has two for each message.
 """
-
 
 GAP = ("pre", "suf", "mid", "rep", "sep")
 """The marks before the text that precedes a gap, before the text behind it, and before what fills it.
@@ -172,11 +169,11 @@ class LlamaPrompts:
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         data, n_ctx = text.encode("utf-8", "replace"), self._llm.n_ctx()
-        most = max(MOST_BYTES, MOST_PER_TOKEN * n_ctx)
-        if len(data) > most:
+        limit = max(MOST_BYTES, MOST_PER_TOKEN * n_ctx)
+        if len(data) > limit:
             raise ContextFull(
-                f"the text has {len(data)} bytes, and {most} is the most that is tokenised at once: split it, or start "
-                f"the server with a larger -c"
+                f"the text has {len(data)} bytes, and {limit} is the most that is tokenised at once: split it, or "
+                f"start the server with a larger -c"
             )
         marks = min(MOST_MARKS, n_ctx)
         if parse_special and len(data) > marks and sum(data.count(mark) for mark in self._marks) > marks:
@@ -245,6 +242,6 @@ class LlamaPrompts:
         import llama_cpp
 
         wanted = ("general.name", "general.architecture", "general.size_label")
-        known = {name.partition(".")[2]: self._llm.metadata[name] for name in wanted if name in self._llm.metadata}
+        general = {name.partition(".")[2]: self._llm.metadata[name] for name in wanted if name in self._llm.metadata}
         size = llama_cpp.llama_model_size(self._model.model)
-        return {**known, "size": size, "n_vocab": self.n_vocab, "bos_token": self._bos, "eos_token": self._eos}
+        return {**general, "size": size, "n_vocab": self.n_vocab, "bos_token": self._bos, "eos_token": self._eos}

@@ -24,7 +24,7 @@ from .errors import ApiError, invalid
 from .exchange import Answer, frame
 from .front import Front, Kept
 from .images import image_part
-from .schema import ChatRequest, Objects, PoolFields, _Known
+from .schema import ChatRequest, Objects, TranslatedRequest
 from .turns import Turns, as_json, kind_of, parts_of, text_of
 
 _TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
@@ -39,32 +39,24 @@ _Told = Annotated[str, Field(max_length=512)]
 """Comes back in each event that tells of the whole response; OpenAI's bound."""
 
 
-class ResponsesRequest(_Known):
+class ResponsesRequest(TranslatedRequest):
     """A request for a response, or for its tokens to be counted."""
 
-    model: str | None = None
     input: str | Objects = ""
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int = Field(-1, ge=-1)
-    stream: bool = False
     store: bool = True
-    temperature: float | None = None
-    top_p: float | None = None
-    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
     metadata: dict[str, _Told] | None = Field(None, max_length=16)
-    chat_template_kwargs: dict[str, Any] | None = None
-    kvflash: PoolFields = PoolFields.model_construct()
     # known to OpenAI's clients, without effect here
     client_metadata: dict[str, Any] | None = None
     include: list[Any] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    service_tier: str | None = None
     stream_options: dict[str, Any] | None = None
     truncation: str | None = None
     user: str | None = None
@@ -81,7 +73,6 @@ class Tool:
 
 async def responses(front: Front, http: HttpRequest) -> Response:
     asked: ResponsesRequest = await front.asked(http, ResponsesRequest)
-    front.admit()
     kept, items = await _items(front, http, asked)
     chat, tools = await front.work(http, _translated, front, http, asked, items)
     requests, rendered = await prepared(front, http, chat, kind="resp")
@@ -90,8 +81,8 @@ async def responses(front: Front, http: HttpRequest) -> Response:
 
     def keep(output: list[dict[str, Any]], conversation: str) -> None:
         if asked.store and request.reuse:
-            told = (*kept, new, as_json(output).encode())
-            front.items.keep(answer.id, Kept(items=told, conversation=conversation, salt=request.salt, key=request.key))
+            now = (*kept, new, as_json(output).encode())
+            front.items.keep(answer.id, Kept(items=now, conversation=conversation, salt=request.salt, key=request.key))
 
     answer = ResponseAnswer(front.settings.alias, request.id, asked, tools, rendered.reader(), keep)
     return await front.respond(http, requests, [answer], each=1, stream=asked.stream)
@@ -160,14 +151,11 @@ def _translated(
     data = {
         "tools": functions,
         "max_tokens": asked.max_output_tokens,
-        **{
-            name: getattr(asked, name)
-            for name in ("stream", "temperature", "top_p", "parallel_tool_calls", "chat_template_kwargs")
-        },
+        "parallel_tool_calls": asked.parallel_tool_calls,
         **_choice(turns, asked.tool_choice),
         **_form(asked),
     }
-    return turns.chat(http, data, asked.kvflash), tools
+    return turns.chat(http, asked, data), tools
 
 
 def _item(turns: Turns, item: dict[str, Any], where: str) -> None:
@@ -376,14 +364,14 @@ class ResponseAnswer(Answer):
             status, why = _ended(event)
             yield from self._close(status)
             self._keep(self._output, self._conversation)
-            told = self._response(status, why, output=self._output, usage=_usage(event.usage))
-            yield self._event(f"response.{status}", response=told | self._report(event))
+            response = self._response(status, why, output=self._output, usage=_usage(event.usage))
+            yield self._event(f"response.{status}", response=response | self._report(event))
 
     def failed(self, error: ApiError) -> bytes:
         held = b"".join(frame for delta in self._reader.push("", end=True) for frame in self._delta(delta))
         held += b"".join(self._close())
-        told = {"code": error.code or "server_error", "message": error.message}
-        response = {**self._response("failed"), "output": self._output, "error": told}
+        why = {"code": error.code or "server_error", "message": error.message}
+        response = {**self._response("failed"), "output": self._output, "error": why}
         return held + self._event("response.failed", response=response)
 
     def _delta(self, delta: Delta) -> Iterator[bytes]:

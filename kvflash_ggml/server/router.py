@@ -24,7 +24,7 @@ from .engines import Engine, Engines, Loaded
 from .errors import ApiError, invalid
 from .forward import forward
 from .guard import OPEN_PATHS
-from .intake import KEY, TAKEN, Intake
+from .intake import KEY, TAKEN, Intake, disconnected
 from .model_folder import FolderModel
 from .run import run
 from .settings import ServerSettings
@@ -97,7 +97,7 @@ class Forwarded(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answering = asyncio.ensure_future(self._answer(scope, send))
-        left = asyncio.ensure_future(_left(receive))
+        left = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait([answering, left], return_when=asyncio.FIRST_COMPLETED)
             if answering.done():
@@ -124,11 +124,6 @@ class Forwarded(Response):
             raise
         except ConnectionError as err:  # the answer is left without its end, so that the client sees that
             logger.error("%s", err)
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def make_router(router: Router) -> Any:

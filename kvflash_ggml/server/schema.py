@@ -35,7 +35,6 @@ MAX_MESSAGES = 1 << 14
 
 SAMPLERS = settings(Samplers)
 
-
 LATE = "<system-reminder>\n{}\n</system-reminder>"
 """How a system message in the middle of a conversation is told. At the front it would change the prompt's beginning in
 every turn, and all that follows would be read again. In the middle many templates refuse it.
@@ -54,9 +53,9 @@ def _named(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-def _few(value: Any, most: int) -> Any:
-    if isinstance(value, list | dict) and len(value) > most:
-        raise ValueError(f"it has {len(value)} elements, and {most} is the most: send fewer")
+def _few(value: Any, limit: int) -> Any:
+    if isinstance(value, list | dict) and len(value) > limit:
+        raise ValueError(f"it has {len(value)} elements, and {limit} is the most: send fewer")
     return value
 
 
@@ -92,7 +91,7 @@ def _tokens(value: Any) -> list[int]:
     return _all(value, int, "a token")
 
 
-def _prompt(value: Any) -> Any:
+def _prompt(value: Any, limit: int = MAX_ANSWERS) -> Any:
     """One text, one list of tokens, or a list of either: the first element decides."""
     if isinstance(value, str):
         return value
@@ -100,9 +99,9 @@ def _prompt(value: Any) -> Any:
         raise ValueError(f"it is {_named(value)}, and must be a text or a list")
     first = type(value[0]) if value else int
     if first is str:
-        return _all(_few(value, MAX_ANSWERS), str, "a text like the first")
+        return _all(_few(value, limit), str, "a text like the first")
     if first is list:
-        return [_tokens(one) for one in _all(_few(value, MAX_ANSWERS), list, "a list like the first")]
+        return [_tokens(one) for one in _all(_few(value, limit), list, "a list like the first")]
     return _tokens(value)
 
 
@@ -352,6 +351,19 @@ class RawRequest(_Sampled):
     return_tokens: bool = False
 
 
+class TranslatedRequest(_Known):
+    """What requests of other interfaces have in common, which become chats."""
+
+    model: str | None = None
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: Objects | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    kvflash: PoolFields = PoolFields.model_construct()
+    service_tier: str | None = None  # without effect here
+
+
 class ExtraFile(_Known):
     text: str
     filename: str = "tmp"
@@ -407,8 +419,8 @@ def parse(kind: type[Any], data: Any, *, strict: bool) -> tuple[Any, list[str]]:
     for where, value in _unknown(asked, ""):
         if strict:
             raise _wrong(where, "this server does not know the field: leave it out")
-        if (told := fields.told(where, value)) is not None:
-            ignored.append(told)
+        if (name := fields.told(where, value)) is not None:
+            ignored.append(name)
     return asked, ignored
 
 

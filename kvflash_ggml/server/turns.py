@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 from . import bodies
 from .errors import invalid
 from .fields import note
-from .schema import LATE, ChatRequest, PoolFields, parse
+from .schema import LATE, ChatRequest, TranslatedRequest, parse
 
 
 class Turns:
@@ -60,14 +60,15 @@ class Turns:
     def leave_out(self, what: str) -> None:
         self.left_out.append(what)
 
-    def chat(self, http: HttpRequest, data: dict[str, Any], pool: PoolFields) -> ChatRequest:
-        """Return the request of a chat with these messages and the fields `data`. ApiError for a field that is wrong.
+    def chat(self, http: HttpRequest, asked: TranslatedRequest, data: dict[str, Any]) -> ChatRequest:
+        """Return `asked` as a chat with these messages and the fields `data`. ApiError for a field that is wrong.
 
         The header of the answer to `http` names what was left out.
         """
         made: ChatRequest
-        made, _ = parse(ChatRequest, {"messages": self._ended(), **data}, strict=False)
-        made.kvflash = pool
+        same = {name: getattr(asked, name) for name in ("stream", "temperature", "top_p", "chat_template_kwargs")}
+        made, _ = parse(ChatRequest, {"messages": self._ended(), **same, **data}, strict=False)
+        made.kvflash = asked.kvflash
         note(http, self.left_out)
         return made
 
