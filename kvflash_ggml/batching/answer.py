@@ -245,8 +245,11 @@ class Answer:
     def _report(self, model: Model) -> dict[str, Any]:
         """What the pool did for this answer."""
         now, before = model.counters(), self._before
-        moved = {name: now[name] - before.get(name, 0) for name in ("page_ins", "page_outs", "drafted", "accepted")}
-        kept = ("length", "chunks", "resident", "evicted_mass", "policy", "read_exactly", "answered_exactly")
+        moved = {name: now[name] - before.get(name, 0) for name in ("page_ins", "page_outs")}
+        kept = (
+            "length", "chunks", "resident", "evicted_mass", "policy", "read_exactly", "answered_exactly", "drafted",
+            "accepted",
+        )  # fmt: skip
         missed = {} if self._missed is None else {"missed": asdict(self._missed)}
         return {**{name: now[name] for name in kept if name in now}, **moved, **missed}
 

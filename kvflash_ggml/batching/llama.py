@@ -23,6 +23,7 @@ from ..logs import Progress
 from ..native.library import build_info
 from ..sequence import together
 from ..sequence.sequence import Sequence as Text
+from ..spec.draft import DraftStats
 from ..spec.loop import ANOTHER
 from ..state.session import SessionState
 from ..store.swapped import SwappedText
@@ -314,7 +315,8 @@ class LlamaModel:
         return self._watch.now
 
     def counters(self) -> Mapping[str, Any]:
-        stats, drafts = self._stats, None if self._speculator is None else self._speculator.total
+        stats, drafts = self._stats, self._speculator
+        last, total = (DraftStats(), DraftStats()) if drafts is None else drafts.counted()
         return {
             "pool": stats.pool,
             "length": stats.length,
@@ -326,8 +328,10 @@ class LlamaModel:
             "host_bytes": stats.host_bytes,
             "spilled_bytes": stats.spilled_bytes,
             "device_bytes": stats.device_bytes,
-            "drafted": 0 if drafts is None else drafts.drafted,
-            "accepted": 0 if drafts is None else drafts.accepted,
+            "drafted": last.drafted,
+            "accepted": last.accepted,
+            "drafted_total": total.drafted,
+            "accepted_total": total.accepted,
             "evicted_mass": stats.evicted_mass,
             "policy": stats.policy,
             "read_exactly": stats.last.read_whole,

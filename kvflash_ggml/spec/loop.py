@@ -185,6 +185,10 @@ class Speculator:
         self._tell_passed()
         return self._total
 
+    def counted(self) -> tuple[DraftStats, DraftStats]:
+        """Return `last` and `total` from any thread. Their newest plain steps may be missing."""
+        return self._last, self._total
+
     @property
     def last(self) -> DraftStats:
         """Counts since `begin`."""

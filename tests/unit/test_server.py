@@ -213,7 +213,7 @@ def test_what_is_known_is_told() -> None:
     assert second.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 399
     assert "kvflash" not in first.json
     assert second.json["kvflash"]["policy"] == "lru"
-    assert (second.json["kvflash"]["drafted"], second.json["kvflash"]["accepted"]) == (0, 0), "for this answer alone"
+    assert (second.json["kvflash"]["drafted"], second.json["kvflash"]["accepted"]) == (2, 1), "of this answer alone"
     assert second.json["kvflash"]["queue_ms"] >= 0
 
 
@@ -261,7 +261,7 @@ def test_metrics() -> None:
         await client.post("/v1/chat/completions", {"messages": HELLO})
         return bytes((await client.get("/metrics")).body).decode()
 
-    lines = Server().run(work).splitlines()
+    lines = Server(FakeModel(parallel=2)).run(work).splitlines()
     assert "kvflash:generation_tokens_total 9.0" in lines
     assert 'kvflash:request_success_total{finished_reason="stop"} 1.0' in lines
     assert "kvflash:time_to_first_token_seconds_count 1.0" in lines
