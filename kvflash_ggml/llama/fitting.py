@@ -192,6 +192,8 @@ def predicted(
     split_open: the split of the layers is open, whatever the keywords say. machine: devices to imagine in the place of
     this machine's.
     """
+    if not Path(path).exists():
+        raise ConfigError(f"Model path does not exist: {path}")
     settings, open_ = asked.upstream, asked.fit is not None
     if settings.get("split_mode", LAYER) not in (NONE, LAYER):
         raise ConfigError("fit places whole layers: leave out split_mode, or use split_mode=1 (layer) or 0 (none)")

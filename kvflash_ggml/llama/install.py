@@ -27,10 +27,10 @@ def install(**defaults: Unpack[Keywords]) -> None:
     A later call replaces the defaults. Names that a program imported from llama_cpp before stay what they were.
     TypeError for an unknown keyword, ConfigError for a value that cannot work.
     """
-    asked = parameters.over(dict(defaults), _environment())
-    parameters.read(asked, {})
+    requested = parameters.over(dict(defaults), _environment())
+    parameters.read(requested, {})
     parameters.defaults.clear()
-    parameters.defaults.update(asked)
+    parameters.defaults.update(requested)
     llama_cpp.Llama = Llama  # type: ignore[assignment,misc]
 
 

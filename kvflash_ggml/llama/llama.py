@@ -313,8 +313,8 @@ class Llama(llama_cpp.Llama):
     embed = changing(llama_cpp.Llama.embed)
 
     def _init_sampler(self, *, text: Any = None, **settings: Any) -> Any:  # type: ignore[override]
-        known = self._input_ids if text is None else text
-        return chain_of(self, super()._init_sampler, self.kvflash_samplers, known, settings)
+        text = self._input_ids if text is None else text
+        return chain_of(self, super()._init_sampler, self.kvflash_samplers, text, settings)
 
     @writing
     @previewed
@@ -355,8 +355,8 @@ class Llama(llama_cpp.Llama):
         )  # fmt: skip
         inherited = "sample" not in vars(self) and type(self).sample is Llama.sample
         penalties = (repeat_penalty, frequency_penalty, presence_penalty)
-        asked, reader = self.kvflash_samplers, self._reader
-        likeliest = (temp, *penalties) == (0, 1, 0, 0) if asked is None else asked.keeps_likeliest
+        chain, reader = self.kvflash_samplers, self._reader
+        likeliest = (temp, *penalties) == (0, 1, 0, 0) if chain is None else chain.keeps_likeliest
         reader.greedy = likeliest and inherited and logits_processor is None and grammar is None
         if reader.sequence is not None:
             reader.sequence.check_open()
@@ -364,8 +364,8 @@ class Llama(llama_cpp.Llama):
         if self._finder is not None and reader.sequence is not None and not reader.sequence.config.deterministic:
             self._finder.settle(reader.sequence)
         if reader.speculator is not None:
-            most, self.kvflash_most = self.kvflash_most, None
-            reader.speculator.begin(len(tokens) if reset else self.n_tokens + len(tokens), most)
+            limit, self.kvflash_most = self.kvflash_most, None
+            reader.speculator.begin(len(tokens) if reset else self.n_tokens + len(tokens), limit)
         prompt = list(tokens)
         if reset:
             prompt = prompt[self._saver.reuse_prefix(ids) :]

@@ -104,14 +104,14 @@ def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free: Mapping
     return Reading(exact=True, answers_exactly=config.answer != "pool", why=why)
 
 
-def stage_slots(asked: int | None, *, n_ctx: int, rooms: abc.Sequence[Room]) -> tuple[int, str]:
+def stage_slots(requested: int | None, *, n_ctx: int, rooms: abc.Sequence[Room]) -> tuple[int, str]:
     """Return the tokens that layer buffers hold, and why: the whole context, or what each device has room for."""
-    most = round_up(n_ctx, POOL_STEP)
-    if asked is not None:
-        return min(most, round_up(asked, POOL_STEP)), f"{asked} asked for"
+    limit = round_up(n_ctx, POOL_STEP)
+    if requested is not None:
+        return min(limit, round_up(requested, POOL_STEP)), f"{requested} asked for"
     tight = min(rooms, key=lambda room: room.slots)
-    if tight.slots >= most:
-        return most, "the whole context"
+    if tight.slots >= limit:
+        return limit, "the whole context"
     size = f"{tight.free / SHARE / 2**20:,.0f} MiB on {tight.name}"
     return tight.slots, f"{size} for it, at {tight.slot_bytes / 1024:.1f} KiB a token"
 

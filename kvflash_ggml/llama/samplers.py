@@ -36,31 +36,31 @@ def sampler_of(vocab: int, grammar: Grammar) -> Any:
     return ctypes.cast(made, llama_cpp.llama_sampler_p_ctypes)
 
 
-def chain_of(llm: Any, stock: Callable[..., Any], asked: Samplers | None, text: Any, keywords: dict[str, Any]) -> Any:
+def chain_of(llm: Any, stock: Callable[..., Any], chain: Samplers | None, text: Any, keywords: dict[str, Any]) -> Any:
     """The chain for one answer, as upstream's `LlamaSampler`.
 
-    stock: upstream's `_init_sampler`. asked: llama.cpp's chain with these settings, None for upstream's chain with the
+    stock: upstream's `_init_sampler`. chain: llama.cpp's chain with these settings, None for upstream's chain with the
     `keywords`. text: the prompt's tokens. Only llama.cpp's penalties look at them. ConfigError for a grammar.
     """
     grammar = keywords.pop("grammar", None)
     ours = grammar is not None and not isinstance(grammar, LlamaGrammar)
-    if asked is None and not ours:
+    if chain is None and not ours:
         return stock(grammar=grammar, **keywords)
     held = sampler_of(llm._model.vocab, grammar) if ours else None
-    if asked is None:
+    if chain is None:
         made = stock(**keywords)
         behind = _cut(made, len(made.custom_samplers) + 1)  # where upstream puts one: behind the penalties
         for one in (held, *behind):
             llama_cpp.llama_sampler_chain_add(made.sampler, one)
         return made
     processor = keywords.get("logits_processor")
-    if asked.min_tokens:
-        processor = without_end(processor, llm._model, len(text) + asked.min_tokens)
+    if chain.min_tokens:
+        processor = without_end(processor, llm._model, len(text) + chain.min_tokens)
     made = stock(logits_processor=processor, grammar=None if ours else grammar)
     kept = len(made.custom_samplers) + (grammar is not None and not ours) + 1
     for one in _cut(made, kept):
         llama_cpp.llama_sampler_free(one)
-    for one in ((held,) if ours else ()) + _settled(llm, asked, text):
+    for one in ((held,) if ours else ()) + _settled(llm, chain, text):
         llama_cpp.llama_sampler_chain_add(made.sampler, one)
     return made
 
@@ -71,54 +71,54 @@ def _cut(made: Any, place: int) -> list[Any]:
     return [llama_cpp.llama_sampler_chain_remove(made.sampler, place) for _ in range(place, count)]
 
 
-def _settled(llm: Any, asked: Samplers, text: Any) -> tuple[Any, ...]:
+def _settled(llm: Any, chain: Samplers, text: Any) -> tuple[Any, ...]:
     """llama.cpp's samplers in their order, the last of which draws. Those that look back know the text."""
-    if asked.mirostat:
-        warm = llama_cpp.llama_sampler_init_temp(asked.temperature)
-        tau, eta = asked.mirostat_tau, asked.mirostat_eta
-        if asked.mirostat == 1:
+    if chain.mirostat:
+        warm = llama_cpp.llama_sampler_init_temp(chain.temperature)
+        tau, eta = chain.mirostat_tau, chain.mirostat_eta
+        if chain.mirostat == 1:
             last = llama_cpp.llama_sampler_init_mirostat(llm._n_vocab, llm._seed, tau, eta, _MIROSTAT_M)
         else:
             last = llama_cpp.llama_sampler_init_mirostat_v2(llm._seed, tau, eta)
         return warm, last
-    if asked.keeps_likeliest:
+    if chain.keeps_likeliest:
         return (llama_cpp.llama_sampler_init_greedy(),)
     made = {
-        "penalties": lambda: _penalties(llm, asked, text),
-        "dry": lambda: _dry(llm, asked, text),
-        "top_n_sigma": lambda: llama_cpp.llama_sampler_init_top_n_sigma(asked.top_n_sigma),
-        "top_k": lambda: llama_cpp.llama_sampler_init_top_k(asked.top_k),
-        "typ_p": lambda: llama_cpp.llama_sampler_init_typical(asked.typical_p, 1),
-        "top_p": lambda: llama_cpp.llama_sampler_init_top_p(asked.top_p, 1),
-        "min_p": lambda: llama_cpp.llama_sampler_init_min_p(asked.min_p, 1),
-        "xtc": lambda: llama_cpp.llama_sampler_init_xtc(asked.xtc_probability, asked.xtc_threshold, 1, llm._seed),
+        "penalties": lambda: _penalties(llm, chain, text),
+        "dry": lambda: _dry(llm, chain, text),
+        "top_n_sigma": lambda: llama_cpp.llama_sampler_init_top_n_sigma(chain.top_n_sigma),
+        "top_k": lambda: llama_cpp.llama_sampler_init_top_k(chain.top_k),
+        "typ_p": lambda: llama_cpp.llama_sampler_init_typical(chain.typical_p, 1),
+        "top_p": lambda: llama_cpp.llama_sampler_init_top_p(chain.top_p, 1),
+        "min_p": lambda: llama_cpp.llama_sampler_init_min_p(chain.min_p, 1),
+        "xtc": lambda: llama_cpp.llama_sampler_init_xtc(chain.xtc_probability, chain.xtc_threshold, 1, llm._seed),
         "infill": lambda: llama_cpp.llama_sampler_init_infill(llm._model.vocab),
         "temperature": lambda: llama_cpp.llama_sampler_init_temp_ext(
-            asked.temperature, asked.dynatemp_range, asked.dynatemp_exponent
+            chain.temperature, chain.dynatemp_range, chain.dynatemp_exponent
         ),
     }
-    if "adaptive_p" in asked.samplers:  # it draws, so it is the last wherever the order has it
-        last = llama_cpp.llama_sampler_init_adaptive_p(asked.adaptive_target, asked.adaptive_decay, llm._seed)
+    if "adaptive_p" in chain.samplers:  # it draws, so it is the last wherever the order has it
+        last = llama_cpp.llama_sampler_init_adaptive_p(chain.adaptive_target, chain.adaptive_decay, llm._seed)
     else:
         last = llama_cpp.llama_sampler_init_dist(llm._seed)
-    return (*(made[name]() for name in asked.samplers if name in made), last)
+    return (*(made[name]() for name in chain.samplers if name in made), last)
 
 
-def _penalties(llm: Any, asked: Samplers, text: Any) -> Any:
-    back = _back(llm, asked.repeat_last_n)
-    penalties = asked.repeat_penalty, asked.frequency_penalty, asked.presence_penalty
+def _penalties(llm: Any, chain: Samplers, text: Any) -> Any:
+    back = _back(llm, chain.repeat_last_n)
+    penalties = chain.repeat_penalty, chain.frequency_penalty, chain.presence_penalty
     made = llama_cpp.llama_sampler_init_penalties(llm._n_vocab, back, *penalties)
     return _told(made, text, back if penalties != (1, 0, 0) else 0)
 
 
-def _dry(llm: Any, asked: Samplers, text: Any) -> Any:
-    back = _back(llm, asked.dry_penalty_last_n)
-    breakers = [word.encode("utf-8", "surrogatepass") for word in asked.breakers] if asked.dry_multiplier else []
+def _dry(llm: Any, chain: Samplers, text: Any) -> Any:
+    back = _back(llm, chain.dry_penalty_last_n)
+    breakers = [word.encode("utf-8", "surrogatepass") for word in chain.breakers] if chain.dry_multiplier else []
     made = llama_cpp.llama_sampler_init_dry(
-        llm._model.vocab, asked.dry_multiplier, asked.dry_base, asked.dry_allowed_length, back,
+        llm._model.vocab, chain.dry_multiplier, chain.dry_base, chain.dry_allowed_length, back,
         (ctypes.c_char_p * len(breakers))(*breakers), len(breakers),
     )  # fmt: skip
-    return _told(made, text, back if asked.dry_multiplier else 0)
+    return _told(made, text, back if chain.dry_multiplier else 0)
 
 
 def _back(llm: Any, tokens: int) -> int:

@@ -153,6 +153,7 @@ def test_the_same_seed_says_the_same() -> None:
     ("line", "code", "text"),
     [
         (["nowhere.gguf", "hi"], 1, "Error: Model path does not exist: nowhere.gguf\n"),
+        (["nowhere.gguf", "--dry-run"], 1, "Error: Model path does not exist: nowhere.gguf\n"),
         ([MODEL, "hi", "--kvflash", "many"], 2, "'many' is not a number of tokens"),
         ([MODEL, "hi", "--kvflash", "1024", "-fa", "off"], 1, "flash attention"),
         ([MODEL, "word " * 600, "-c", "256"], 1, "exceed context window of 256: give a larger context with -c"),
