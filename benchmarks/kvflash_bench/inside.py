@@ -73,7 +73,7 @@ def drafted(llm: Llama, root: int) -> Draft | None:
     """What the drafter proposes after a token, without what only fills the step."""
     speculator = llm._reader.speculator
     assert speculator is not None
-    return None if speculator.propose(paged(llm), root) is None else speculator._drafted
+    return None if speculator.propose(paged(llm), root) is None else speculator._draft
 
 
 def identify(llm: Llama) -> None:

@@ -16,12 +16,13 @@ from ..config import DFLASH, EAGLE3, MTP, NGRAM, SIMPLE, KVFlashConfig, SpecConf
 from ..errors import ConfigError, ConversionError, HostMemoryError, UnsupportedError
 from ..native.engine import Engine
 from ..placement.sizing import address
+from ..spec.asked import AskedDrafter
 from ..spec.base import Callback, Drafter, FeatureRows, Target
 from ..spec.chained import Eagle3, Mtp, Small
 from ..spec.decision import WIDTHS, Controller, Controls, Fixed
 from ..spec.dflash import DFlash
 from ..spec.find import Found
-from ..spec.loop import AskedDrafter, Speculator
+from ..spec.loop import Speculator
 from ..spec.ngram import NGram
 from .drafting import Drafting
 from .pool_drafter import PoolDrafter

@@ -102,3 +102,23 @@ def test_what_others_would_change_is_refused(llama: Callable[..., Any], model: C
     with pytest.raises(ConfigError, match=r"deterministic: what ngram drafts .* parallel is 2"):
         llama("hybrid", **settings(SpecConfig(types=("ngram",), width=4), **fixed))
     assert llama(**settings(SpecConfig(types=("ngram",), width=4), **fixed)).kvflash.spec.off is None
+
+
+def test_it_goes_on_where_it_left_a_text(
+    llama: Callable[..., Any], model: Callable[[str], Path], tokens: Tokens
+) -> None:
+    """Two conversations take turns: with a slot each they are drafted for as in one slot, which keeps states."""
+    found = []
+    for parallel in (1, 2):
+        llm = llama(**settings(SpecConfig(types=("draft-eagle3",), draft=model("eagle3"), width=4), parallel))
+        spec, texts, counts = llm.kvflash.spec, [tokens[900 * i :][:PROMPT].tolist() for i in range(2)], []
+        with served(llm) as running:
+            for turn in range(4):
+                end = ask(running, texts[turn % 2], 12, ignore_eos=True).wait()
+                assert isinstance(end, Finished)
+                texts[turn % 2] += [*end.tokens, *tokens[5000:5010].tolist()]
+                counts.append((spec.total.drafted, spec.total.accepted, spec.total.plain_steps))
+            assert (running.counts.resumes > 0) == (parallel == 1)
+        found.append(counts)
+    assert found[0] == found[1]
+    assert found[1][3][0] > found[1][1][0], "the second turns are drafted for"

@@ -15,10 +15,11 @@ import pytest
 from kvflash_ggml.llama import pool_drafter as pool_sketch
 from kvflash_ggml.llama.pool_drafter import Draw, PoolDrafter
 from kvflash_ggml.llama.speculating import HOPES, SERIAL
+from kvflash_ggml.spec.asked import AskedDrafter
 from kvflash_ggml.spec.base import Features
 from kvflash_ggml.spec.decision import WIDTHS, Controller
 from kvflash_ggml.spec.draft import Draft, chain
-from kvflash_ggml.spec.loop import AskedDrafter, Speculator
+from kvflash_ggml.spec.loop import Speculator
 
 ROWS = [1, 4, 8, 16, 32]
 POOL = [0.0132, 0.019, 0.026, 0.031, 0.036]
@@ -120,7 +121,7 @@ def test_the_pool_is_not_charged_for_a_prompt_that_it_need_not_read() -> None:
     for _ in range(3):
         controls.told(1, 0.1)
     for length in (5_000, 100_000):
-        assert controls.ask("pool", pool.behind(length)) > 0
+        assert controls.ask("pool", pool.unread(length)) > 0
         controls.proposed("pool", chain([1], "pool"), 0.1)
         pool.read = length
         controls.begin(length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -12,10 +13,11 @@ import numpy as np
 import pytest
 
 from kvflash_ggml.errors import DecodeError, DraftError
+from kvflash_ggml.spec.asked import AGAIN, MAX_BAD, UNASKED, WARM, AskedDrafter
 from kvflash_ggml.spec.base import Features
 from kvflash_ggml.spec.decision import Controller, Controls, Fixed
 from kvflash_ggml.spec.draft import Draft, chain
-from kvflash_ggml.spec.loop import AGAIN, MAX_BAD, UNASKED, WARM, AskedDrafter, SpecStats, Speculator
+from kvflash_ggml.spec.loop import SpecStats, Speculator
 
 N_VOCAB, END = 100, 99
 ROOT = 5
@@ -562,14 +564,15 @@ def test_a_lone_drafter_is_lent_from_text_to_text() -> None:
         assert step(one, 11) is None
         assert one.state() == []
         one.settled([])
-    assert seen == [(10, 1)]
+    assert seen == [(10, 1), (-1, 5)], "cuts of the text that it still has"
+    seen.clear()
     texts[0].lend("drafting for another text")
     texts[1].lend(None)
     texts[1].lend(None)
     assert SpecStats(texts[1]).off is None
     assert texts[1].types == ("own 1", "lone")
     assert step(texts[1], 60, WARM) is None, "it knows nothing of this text"
-    assert seen == [(10, 1), (-1, 0), (60, WARM)]
+    assert seen == [(-1, 0), (60, WARM)]
     assert step(texts[1], 60 + WARM) == [1, 2, 3]
     assert [len(one.asked) for one in own] == [2, 4], "they are asked in any case"
     drafter.does = raises(ValueError("it is broken"))
@@ -580,6 +583,80 @@ def test_a_lone_drafter_is_lent_from_text_to_text() -> None:
     assert step(texts[0], 80) is None
     assert texts[0].types == ("own 0",)
     assert len(drafter.asked) == 3, "whoever it failed"
+
+
+class Remembers(Drafts):
+    """A drafter that is given rows, and whose state can be kept."""
+
+    wants = Features((1,))
+
+    def state(self) -> Any:
+        return SimpleNamespace(text=self.text.copy(), length=len(self.text), origin=SimpleNamespace(name=self.name))
+
+    def load(self, saved: Any) -> None:
+        assert self.text == []
+        self.text = saved.text.copy()
+
+
+def shared() -> tuple[Remembers, list[Speculator], Callable[[int, int], list[int] | None]]:
+    """A lone drafter, two texts that share it, and what takes a step of one at a position."""
+    drafter, features = Remembers(tokens(1, 2, 3), "lone"), Rows()
+    features.rows = np.zeros((40, 2), np.float32)
+    lone = AskedDrafter(drafter, lone=True)
+    texts = [make(lone, features=features) for _ in range(2)]
+    texts[1].lend("drafting for another text")
+
+    def step(at: int, count: int, one: int = 0) -> list[int] | None:
+        got = drafted(texts[one], Text(np.arange(at, dtype=np.int32)))
+        texts[one].evaluated(at, np.arange(at, at + count, dtype=np.int32), ahead=False)
+        return got
+
+    return drafter, texts, step
+
+
+def lend(texts: list[Speculator], to: int) -> None:
+    texts[1 - to].lend("drafting for another text")
+    texts[to].lend(None)
+
+
+def test_a_lone_drafter_that_comes_back_goes_on() -> None:
+    drafter, texts, step = shared()
+    step(0, 40)
+    lend(texts, 1)
+    assert drafter.text == [], "it knows nothing of the other text"
+    (kept,) = texts[0].state()
+    assert kept.length == 40
+    step(0, 30, 1)
+    lend(texts, 0)
+    assert drafter.text == [*range(40)]
+    assert step(40, 1) == [1, 2, 3], "at once"
+    lend(texts, 1)
+    assert drafter.text == [*range(30)]
+    lend(texts, 0)
+    texts[1].truncated(20)
+    texts[1].truncated(0)
+    lend(texts, 1)
+    assert drafter.text == [], "that text has gone"
+    texts[0].load([], ids(1, 2, 3))
+    lend(texts, 0)
+    assert drafter.text == [], "and so has this one"
+
+
+def test_a_lone_drafter_that_has_rested_goes_on() -> None:
+    """It missed the rows of what was decoded beside others, and gets enough new ones first."""
+    drafter, texts, step = shared()
+    step(0, 40)
+    texts[0].lend("2 texts are decoded together")
+    step(40, 2)
+    texts[0].truncated(41)
+    texts[0].lend(None)
+    assert len(drafter.text) == 40
+    step(41, WARM - 1)
+    assert step(72, 1) is None
+    assert step(73, 1) == [1, 2, 3]
+    texts[0].lend("2 texts are decoded together")
+    texts[0].lend(None)
+    assert step(74, 1) == [1, 2, 3], "it missed nothing"
 
 
 def test_one_that_is_lent_is_asked_at_once() -> None:
