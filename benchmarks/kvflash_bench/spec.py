@@ -61,7 +61,7 @@ class Timed(Fixed):
         self.seconds: list[float] = []
         self.won = 0
 
-    def told(
+    def record(
         self, rows: int, seconds: float, draft: Draft | None = None, path: Sequence[int] = (), *,
         stopped: bool = False, beside: int = 0,
     ) -> None:  # fmt: skip

@@ -1,4 +1,4 @@
-"""Costs and gains of drafts: step times by rows, and the acceptance of each drafter."""
+"""Costs and gains of drafts: step times by rows, times and acceptance of drafters, and the budget of an answer."""
 
 from __future__ import annotations
 
@@ -42,6 +42,15 @@ TRUST = 4.0
 SURPRISE = 1e-3
 """Successive steps that accept nothing are a change of the text if they were less likely than this."""
 
+EPS = 0.02
+"""Share of the time of plain decoding that drafts may cost."""
+
+CREDIT = 4.0
+"""Plain steps that drafts may cost beyond that."""
+
+EARNED = 8.0
+"""Earlier gains count up to this many times that credit."""
+
 _UNSURE = BINS  # the row of drafts without a probability
 
 
@@ -59,7 +68,7 @@ class StepTimes:
         self._known: dict[int, float] = {}
         self._guessed: dict[int, float] = {}
 
-    def told(self, rows: int, seconds: float, *, first: bool) -> None:
+    def record(self, rows: int, seconds: float, *, first: bool) -> None:
         """Note the time of a step. first: the step before it had other rows."""
         times = self._firsts if first else self._steady
         news = first or rows not in self._steady
@@ -158,7 +167,7 @@ class Acceptance:
         by_position: Shares = shares[np.minimum(np.arange(count), POSITIONS - 1)]
         return by_position
 
-    def told(self, draft: Draft, path: Sequence[int], *, stopped: bool = False) -> None:
+    def record(self, draft: Draft, path: Sequence[int], *, stopped: bool = False) -> None:
         """Count a verified draft whose nodes of `path` were accepted, in order.
 
         stopped: the text ended after them, so none of their children was tested.
@@ -213,6 +222,79 @@ class Acceptance:
         rows = (self._accepted.sum(axis=1) + TRUST * self._overall()) / (self._reached.sum(axis=1) + TRUST)
         cells: Shares = (self._accepted + TRUST * rows[:, None]) / (self._reached + TRUST)
         return cells
+
+
+class DraftCosts:
+    """What the drafts of one drafter take and win. serial: its tokens cost one after the other.
+
+    unread: tokens of a prompt that it reads before it proposes. pace: seconds that each of these took last. failed:
+    proposals in vain, in a row. resting: steps until it is considered again, and why. unasked: steps since it proposed.
+    """
+
+    def __init__(self, serial: bool, hope: float) -> None:
+        self.acceptance = Acceptance(hope)
+        self.serial = serial
+        self.unread, self.pace = 0, 0.0
+        self.failed = self.resting = self.unasked = 0
+        self.why = ""
+        self._times: deque[float] = deque(maxlen=SAMPLES)
+        self._counts: deque[int] = deque(maxlen=SAMPLES)
+        self._each = 0.0  # seconds, of a token or of a proposal
+
+    def record(self, count: int, seconds: float) -> None:
+        """Note a proposal of `count` tokens."""
+        self.unasked = 0
+        if count:
+            self._counts.append(count)
+        if self.unread:
+            self.pace = seconds / self.unread
+        elif count or not self.serial:
+            self._times.append(seconds / count if self.serial else seconds)
+            self._each = median(self._times)
+
+    def rest(self, steps: int) -> None:
+        """Note steps, whoever drafted for them."""
+        self.unasked += steps
+        self.resting = max(0, self.resting - steps)
+
+    def length(self, limit: int) -> int:
+        """Return how many tokens it proposes if it is asked for `limit`."""
+        return limit if self.serial or not self._counts else min(limit, round(median(self._counts)))
+
+    def seconds(self, count: int) -> float:
+        """Return the seconds that a proposal of `count` tokens takes; 0 before it is known."""
+        return self._each * (count if self.serial else 1)
+
+
+class Budget:
+    """The time that drafts may cost an answer, so that the bound of `Controller` holds. All times are seconds.
+
+    plain: time that plain decoding would have taken. took: time that the answer took. excess: what drafts cost beyond
+    what they won. pending: time of the proposals of this step.
+    """
+
+    def __init__(self, eps: float, credit: float) -> None:
+        self.eps, self._credit = eps, credit
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an answer."""
+        self.plain = self.took = self.excess = self.pending = 0.0
+
+    def left(self, step: float) -> float:
+        """Return what the next step may cost beyond a plain `step`."""
+        return self._credit * step + self.eps * self.plain - self.excess - self.pending
+
+    def record(self, step: float, steps: float, seconds: float, *, plain: bool) -> None:
+        """Note a step that won as much as so many plain steps of `step` each. plain: it costs what these cost."""
+        self.record_plain(steps * step, seconds + self.pending)
+        self.excess += self.pending if plain else seconds + self.pending - steps * step
+        self.excess = max(self.excess, -EARNED * self._credit * step)
+
+    def record_plain(self, plain: float, took: float | None = None) -> None:
+        """Note steps that plain decoding would have taken `plain` for. took: what they took, if not the same."""
+        self.plain += plain
+        self.took += plain if took is None else took
 
 
 def expected(draft: Draft, acceptance: Shares) -> Shares:

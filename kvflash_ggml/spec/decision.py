@@ -5,27 +5,17 @@ Nothing here reads a clock: the caller passes the time of each step.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
-from .costs import FADE, HOPE, SAMPLES, Acceptance, Shares, StepTimes, expected, median
+from .costs import CREDIT, EPS, FADE, HOPE, Budget, DraftCosts, Shares, StepTimes, expected
 from .draft import Draft
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Possible rows of a step, the root's included. They are few, since another number of rows costs a graph."""
-
-EPS = 0.02
-"""Share of the time of plain decoding that drafts may cost."""
-
-CREDIT = 4.0
-"""Plain steps that drafts may cost beyond that."""
-
-EARNED = 8.0
-"""Earlier gains count up to this many times that credit."""
 
 MARGIN = 1.05
 """A change must promise to be this much faster."""
@@ -53,16 +43,21 @@ SPENT = "the budget for drafts is spent"
 CHEAP = 0.1
 """A proposal that takes less than this share of a plain step is made without weighing its promise."""
 
+TIMING = "plain steps are being timed"
+
 
 class Controls:
-    """Decides about drafts; this base decodes plainly. A step calls `ask`, `proposed`, `choose`, `told` in this order.
+    """Decides about drafts; this base decodes plainly. A step calls `ask`, `proposed`, `choose` and `record` in turn.
 
-    excess: seconds that drafts have cost beyond what they won since `begin`, below 0 if they won. off: why the last
-    step was plain, None if it verified a draft.
+    off: why the last step was plain, None if it verified a draft.
     """
 
-    excess: float = 0.0
     off: str | None = None
+
+    @property
+    def excess(self) -> float:
+        """Seconds that drafts have cost beyond what they won since `begin`, below 0 if they won."""
+        return 0.0
 
     @property
     def speedup(self) -> float | None:
@@ -93,7 +88,7 @@ class Controls:
         """
         return 1
 
-    def told(
+    def record(
         self, rows: int, seconds: float, draft: Draft | None = None, path: Sequence[int] = (), *,
         stopped: bool = False, beside: int = 0,
     ) -> None:  # fmt: skip
@@ -105,7 +100,7 @@ class Controls:
         """
 
     def idle(self, sources: Collection[str]) -> int:
-        """Return for how many steps none of these drafters is worth asking. These steps need no `told`."""
+        """Return for how many steps none of these drafters is worth asking. These steps need no `record`."""
         return 0
 
     def passed(self, steps: int) -> float:
@@ -124,43 +119,6 @@ class Fixed(Controls):
 
     def choose(self, draft: Draft, instead: Collection[str] = ()) -> int:
         return self._rows if len(draft) else 1
-
-
-class _Source:
-    """Knowledge about one drafter. serial: its tokens cost one after the other.
-
-    behind: tokens of a prompt that it reads before it proposes. pace: seconds that each of these took last.
-    """
-
-    def __init__(self, serial: bool, hope: float) -> None:
-        self.acceptance = Acceptance(hope)
-        self.failed = 0  # proposals in vain, in a row
-        self.resting = 0  # steps until it is thought of again
-        self.unasked = 0  # steps since it has proposed
-        self.why = ""  # it rests
-        self.serial = serial
-        self.behind, self.pace = 0, 0.0
-        self._times: deque[float] = deque(maxlen=SAMPLES)
-        self._counts: deque[int] = deque(maxlen=SAMPLES)
-        self._each = 0.0  # seconds, of a token or of a proposal
-
-    def proposed(self, count: int, seconds: float) -> None:
-        self.unasked = 0
-        if count:
-            self._counts.append(count)
-        if self.behind:
-            self.pace = seconds / self.behind
-        elif count or not self.serial:
-            self._times.append(seconds / count if self.serial else seconds)
-            self._each = median(self._times)
-
-    def length(self, most: int) -> int:
-        """Return how many tokens it proposes if it is asked for `most`."""
-        return most if self.serial or not self._counts else min(most, round(median(self._counts)))
-
-    def drafting(self, count: int) -> float:
-        """Return the seconds that a proposal of `count` tokens takes; 0 before it is known."""
-        return self._each * (count if self.serial else 1)
 
 
 class _Choice(NamedTuple):
@@ -198,39 +156,172 @@ class Controller(Controls):
         credit: float = CREDIT,
         level: bool = False,
     ) -> None:
-        self._hopes = hopes or {}
         self._widths = tuple(sorted(width for width in widths if width > 1))
-        self._serial = frozenset(serial)
-        self._eps, self._credit = eps, credit
+        self._serial, self._hopes = frozenset(serial), hopes or {}
+        self._drafters: dict[str, DraftCosts] = {}
         self._times = StepTimes()  # by rows of all texts
+        self._budget = Budget(eps, credit)
         self._level = level
         self._beside = 0  # rows of other texts in the last step, or such texts if all have equally many
-        self._sources: dict[str, _Source] = {}
-        self._held, self._since = 0, HOLD  # rows verified last, and steps since they changed
-        self._full = 0  # steps in a row that accepted their whole draft
+        self._rows = 0  # of the last step
+        self._drafted_rows, self._since = 0, HOLD  # rows verified last, and steps since they changed
+        self._all_right = 0  # steps in a row that accepted their whole draft
         self._stay, self._run = STAY, 0  # steps with the same rows: on average, and now
+        self._length = 0  # of the text
         self._timed_at = 0  # length of the text when a plain step was last timed
         self._since_timed = 0.0  # seconds since
+        self._due = 0  # plain steps to take, to time them
         self.begin(0)
 
     def begin(self, length: int) -> None:
-        self.excess = 0.0
         self.off = None
+        self._budget.begin()
         self._length = length
-        self._plain = 0.0  # seconds plain decoding would have taken
-        self._took = 0.0
-        self._pending = 0.0  # seconds of proposals of this step
-        self._rows = 0  # of the last step
-        self._due = 0  # plain steps to take, to time them
-        for source in self._sources.values():
-            source.behind = 0  # they were of another text
+        self._rows = self._due = 0
+        for drafter in self._drafters.values():
+            drafter.unread = 0  # they were of another text
         if 2 * length > 3 * self._timed_at:
             self._since_timed = inf
         self._want_times(2 if self._knows else 3)
 
     @property
+    def excess(self) -> float:
+        return self._budget.excess
+
+    @property
     def speedup(self) -> float | None:
-        return self._plain / self._took if self._took else None
+        return self._budget.plain / self._budget.took if self._budget.took else None
+
+    def apart(self) -> None:
+        self._rows = 0
+
+    # --- before a step
+
+    def ask(self, source: str, behind: int = 0, instead: Collection[str] = ()) -> int:
+        drafter, limit = self._drafter(source), self._widths[-1] - 1
+        drafter.unread = behind if behind >= PROMPT else 0
+        why_not = None
+        if self._due or not self._knows:
+            why_not = TIMING
+        elif drafter.resting:
+            why_not = drafter.why
+        elif self._is_late(drafter):
+            why_not = SPENT
+        elif not drafter.serial and drafter.seconds(limit) <= CHEAP * self._time(1):
+            if self._extra(self._widths[0], drafter.seconds(limit)) > self._left():
+                why_not = SPENT
+        else:
+            best = self._best(self._average(drafter), self._widths, drafter.seconds)
+            if best.rows == 1:
+                why_not = SPENT if best.short else f"{source} costs more than it wins"
+                drafter.resting, drafter.why = RECONSIDER, why_not
+            elif any(self._promise(other) > best.rate for other in instead):
+                why_not = f"{source} promises less than another source"
+            elif drafter.serial:
+                limit = best.rows - 1
+        self.off = why_not or self.off
+        return 0 if why_not else limit
+
+    def proposed(self, source: str, draft: Draft | None, seconds: float) -> None:
+        count = len(draft) if draft is not None else 0
+        self._drafter(source).record(count, seconds)
+        self._budget.pending += seconds
+        if not count:
+            self.off = f"{source} had nothing to propose"
+            self._fail(source)
+
+    def choose(self, draft: Draft, instead: Collection[str] = ()) -> int:
+        if not len(draft) or self._due or not self._knows:
+            return 1
+        tokens = expected(draft, self._drafter(draft.source).acceptance.of(draft))
+        enough = next((width for width in self._widths if width > len(draft)), self._widths[-1])
+        best = self._best(tokens, [width for width in self._widths if width <= enough or width == self._rows])
+        if best.rows > 1 and any(self._promise(source) > best.rate for source in instead):
+            self.off = f"{draft.source}'s draft promises less than another source"
+            return 1
+        if best.rows == 1:
+            self.off = SPENT if best.short else f"{draft.source}'s draft is not worth its rows"
+            self._fail(draft.source)
+        return best.rows
+
+    # --- after a step
+
+    def record(
+        self, rows: int, seconds: float, draft: Draft | None = None, path: Sequence[int] = (), *,
+        stopped: bool = False, beside: int = 0,
+    ) -> None:  # fmt: skip
+        first, changed = rows != self._rows and not beside, self._rows not in (0, rows)
+        won, self._beside = 1 + len(path), beside // rows if self._level else beside
+        self._times.record(rows + beside, seconds, first=first)  # other texts change their rows at any time
+        if rows > 1 and draft is None:  # for drafts of other texts, which pay for it: a plain step of this one
+            rows, seconds = 1, self._time(1) if self._knows else 0.0
+        if self._knows:  # a plain step after a plain step costs what plain decoding costs
+            self._since_timed += seconds
+            self._budget.record(self._time(1), self._gain(won), seconds, plain=rows == 1 and not changed)
+        self._budget.pending = 0.0
+        self._all_right = self._all_right + 1 if draft is not None and len(path) == len(draft) else 0
+        self._record_rows(rows, first, won)
+        if rows > 1:
+            self.off = None
+        for name, drafter in self._drafters.items():
+            drafter.rest(1)
+            if draft is not None and name == draft.source:
+                drafter.failed = 0
+                drafter.acceptance.record(draft, path, stopped=stopped)
+            else:
+                drafter.acceptance.rest()
+
+    def idle(self, sources: Collection[str]) -> int:
+        if self._due or self._rows != 1 or not self._knows:
+            return 0
+        return min((self._drafter(name).resting for name in sources), default=RECONSIDER)
+
+    def passed(self, steps: int) -> float:
+        seconds = steps * self._time(1)
+        self._budget.record_plain(seconds)
+        self._since_timed += seconds
+        self._length += steps
+        self._run += steps
+        self._since += steps
+        for drafter in self._drafters.values():
+            drafter.rest(steps)
+            drafter.acceptance.rest(steps)
+        return seconds
+
+    def _record_rows(self, rows: int, first: bool, won: int) -> None:
+        """Track how long rows stay the same, and when a plain step was timed."""
+        if first and self._rows:
+            self._stay += (self._run - self._stay) / 4
+            self._run = 0
+        self._run += 1
+        self._rows = rows
+        self._since += 1
+        if rows > 1 and rows != self._drafted_rows:
+            self._drafted_rows, self._since = rows, 1
+        self._length += won
+        if rows == 1:
+            self._due = max(0, self._due - 1)
+            if not first:
+                self._timed_at, self._since_timed = self._length, 0.0
+        if not self._due:
+            self._want_times(2)
+
+    def _want_times(self, steps: int) -> None:
+        """Have plain steps timed if the last one was long ago."""
+        if not self._knows or self._since_timed >= FRESH * self._time(1):
+            self._due = steps
+
+    def _fail(self, name: str) -> None:
+        """Let a drafter rest after a proposal in vain: longer each time, but at most until its cost is made good
+        for.
+        """
+        drafter = self._drafter(name)
+        drafter.failed += 1
+        repaid = drafter.seconds(1) / (self._budget.eps / 4 * self._time(1)) if self._knows else 0.0
+        drafter.resting = min(1 << min(drafter.failed, 16), round(repaid))
+        drafter.why = f"{name} rests: its last {drafter.failed} proposals came to nothing"
+
+    # --- what a step would cost and win
 
     @property
     def _knows(self) -> bool:
@@ -245,150 +336,24 @@ class Controller(Controls):
         """Return the seconds of a step of `rows` rows beside the rows of others. A plain step must have been timed."""
         return self._times(self._of_all(rows))
 
-    def _won(self, tokens: float) -> float:
+    def _gain(self, tokens: float) -> float:
         """Return the gain of `tokens` of this text and one for each row beside, in plain steps."""
         return (self._beside + tokens) / (self._beside + 1)
-
-    def apart(self) -> None:
-        self._rows = 0
-
-    def ask(self, source: str, behind: int = 0, instead: Collection[str] = ()) -> int:
-        known = self._source(source)
-        known.behind = behind if behind >= PROMPT else 0
-        most = self._widths[-1] - 1
-        if self._due or not self._knows:
-            self.off = "plain steps are being timed"
-        elif known.resting:
-            self.off = known.why
-        elif self._is_late(known):
-            self.off = SPENT
-        elif not known.serial and known.drafting(most) <= CHEAP * self._time(1):
-            if self._beyond(self._widths[0], known.drafting(most)) <= self._left():
-                return most
-            self.off = SPENT
-        else:
-            best = self._best(self._average(known), self._widths, known.drafting)
-            if best.rows > 1 and any(self._promise(other) > best.rate for other in instead):
-                self.off = f"{source} promises less than another source"
-                return 0
-            if best.rows > 1:
-                return best.rows - 1 if known.serial else most
-            self.off = SPENT if best.short else f"{source} costs more than it wins"
-            known.resting, known.why = RECONSIDER, str(self.off)
-        return 0
-
-    def proposed(self, source: str, draft: Draft | None, seconds: float) -> None:
-        known = self._source(source)
-        count = len(draft) if draft is not None else 0
-        known.proposed(count, seconds)
-        self._pending += seconds
-        if not count:
-            self.off = f"{source} had nothing to propose"
-            self._fail(source)
-
-    def choose(self, draft: Draft, instead: Collection[str] = ()) -> int:
-        if not len(draft) or self._due or not self._knows:
-            return 1
-        tokens = expected(draft, self._source(draft.source).acceptance.of(draft))
-        enough = next((width for width in self._widths if width > len(draft)), self._widths[-1])
-        fit = [width for width in self._widths if width <= enough or width == self._rows]
-        best = self._best(tokens, fit)
-        if best.rows > 1 and any(self._promise(source) > best.rate for source in instead):
-            self.off = f"{draft.source}'s draft promises less than another source"
-            return 1
-        if best.rows == 1:
-            self.off = SPENT if best.short else f"{draft.source}'s draft is not worth its rows"
-            self._fail(draft.source)
-        return best.rows
-
-    def told(
-        self, rows: int, seconds: float, draft: Draft | None = None, path: Sequence[int] = (), *,
-        stopped: bool = False, beside: int = 0,
-    ) -> None:  # fmt: skip
-        first, changed = rows != self._rows and not beside, self._rows not in (0, rows)
-        won, self._beside = 1 + len(path), beside // rows if self._level else beside
-        self._times.told(rows + beside, seconds, first=first)  # other texts change their rows at any time
-        if rows > 1 and draft is None:  # for drafts of other texts, which pay for it: a plain step of this one
-            rows, seconds = 1, self._time(1) if self._knows else 0.0
-        if self._knows:
-            self._reckon(won, seconds, plain=rows == 1 and not changed)
-        self._pending = 0.0
-        self._full = self._full + 1 if draft is not None and len(path) == len(draft) else 0
-        self._follow(rows, first, won)
-        if rows > 1:
-            self.off = None
-        for name, source in self._sources.items():
-            source.unasked += 1
-            if source.resting:
-                source.resting -= 1
-            if draft is not None and name == draft.source:
-                source.failed = 0
-                source.acceptance.told(draft, path, stopped=stopped)
-            else:
-                source.acceptance.rest()
-
-    def idle(self, sources: Collection[str]) -> int:
-        if self._due or self._rows != 1 or not self._knows:
-            return 0
-        return min((self._source(name).resting for name in sources), default=RECONSIDER)
-
-    def passed(self, steps: int) -> float:
-        seconds = steps * self._time(1)
-        self._plain += seconds
-        self._took += seconds
-        self._since_timed += seconds
-        self._length += steps
-        self._run += steps
-        self._since += steps
-        for source in self._sources.values():
-            source.unasked += steps
-            source.resting = max(0, source.resting - steps)
-            source.acceptance.rest(steps)
-        return seconds
-
-    def _reckon(self, won: int, seconds: float, *, plain: bool) -> None:
-        """Enter a step into the books. A plain step after a plain step costs what plain decoding costs."""
-        step = self._time(1)
-        steps = self._won(won)
-        self._plain += steps * step
-        self._took += seconds + self._pending
-        self._since_timed += seconds
-        self.excess += self._pending if plain else seconds + self._pending - steps * step
-        self.excess = max(self.excess, -EARNED * self._credit * step)
-
-    def _follow(self, rows: int, first: bool, won: int) -> None:
-        """Track how long rows stay the same, and when a plain step was timed."""
-        if first and self._rows:
-            self._stay += (self._run - self._stay) / 4
-            self._run = 0
-        self._run += 1
-        self._rows = rows
-        self._since += 1
-        if rows > 1 and rows != self._held:
-            self._held, self._since = rows, 1
-        self._length += won
-        if rows == 1:
-            self._due = max(0, self._due - 1)
-            if not first:
-                self._timed_at, self._since_timed = self._length, 0.0
-        if not self._due:
-            self._want_times(2)
-
-    def _want_times(self, steps: int) -> None:
-        """Have plain steps timed if the last one was long ago."""
-        if not self._knows or self._since_timed >= FRESH * self._time(1):
-            self._due = steps
 
     def _left(self) -> float:
         """Return the seconds that a step may take longer than a plain one, so that the bound holds if it accepts
         nothing.
         """
-        return self._credit * self._time(1) + self._eps * self._plain - self.excess - self._pending
+        return self._budget.left(self._time(1))
 
-    def _beyond(self, rows: int, drafting: float) -> float:
+    def _extra(self, rows: int, drafting: float) -> float:
         """Return the seconds that drafting and a step of `rows` rows take longer than a plain step."""
         back = 2 * self._times.switch if rows != self._rows else 0.0  # there, and back
         return drafting + self._time(rows) - self._time(1) + back
+
+    def _is_late(self, drafter: DraftCosts) -> bool:
+        """Return whether reading its unread tokens would exceed the budget."""
+        return bool(drafter.unread) and self._extra(self._widths[0], drafter.unread * drafter.pace) > self._left()
 
     def _best(
         self, tokens: Shares, widths: Collection[int], drafting: Callable[[int], float] = lambda count: 0.0
@@ -398,63 +363,52 @@ class Controller(Controls):
         tokens: gain of a step of 1, 2 ... rows. drafting: seconds to draft a number of tokens.
         """
         change = self._times.switch / max(1.0, self._stay)
-        most = self._times.most  # unknown numbers of rows are tried step by step, the cheapest first
-        more = most * (4 if most > 3 else 2)
-        tried = max(self._widths[0], more // self._of_all(1) if self._level else more - self._beside)
         rates = {1: 1 / (self._time(1) + (change if self._rows > 1 else 0.0))}
-        left, dear = self._left(), 0.0
+        left, too_dear, most_tried = self._left(), 0.0, self._most_tried()
         for rows in widths:
-            if rows <= tried and not self._holds(rows):
-                took = self._time(rows) + drafting(rows - 1) + (change if rows != self._rows else 0.0)
-                rate = self._won(tokens[min(rows, len(tokens)) - 1]) / took
-                if self._beyond(rows, drafting(rows - 1)) <= left:
+            if rows <= most_tried and not self._holds(rows):
+                seconds = self._time(rows) + drafting(rows - 1) + (change if rows != self._rows else 0.0)
+                rate = self._gain(tokens[min(rows, len(tokens)) - 1]) / seconds
+                if self._extra(rows, drafting(rows - 1)) <= left:
                     rates[rows] = rate
                 else:
-                    dear = max(dear, rate)
+                    too_dear = max(too_dear, rate)
         best = max(rates, key=rates.__getitem__)
         now = self._rows if self._rows in rates else 1
         if rates[best] < MARGIN * rates[now]:
             best = now
-        return _Choice(best, float(rates[best]), bool(dear > MARGIN * rates[1]))
+        return _Choice(best, float(rates[best]), bool(too_dear > MARGIN * rates[1]))
+
+    def _most_tried(self) -> int:
+        """Return the most rows to try: unknown numbers of rows are tried step by step, the cheapest first."""
+        timed = self._times.most
+        more = timed * (4 if timed > 3 else 2)
+        return max(self._widths[0], more // self._of_all(1) if self._level else more - self._beside)
 
     def _holds(self, rows: int) -> bool:
         """Return whether it is too early to change to `rows` rows."""
-        if not self._held or rows == self._held or self._since >= HOLD:
+        if not self._drafted_rows or rows == self._drafted_rows or self._since >= HOLD:
             return False
-        return rows < self._held or self._full < CLIMB
+        return rows < self._drafted_rows or self._all_right < CLIMB
 
-    def _average(self, source: _Source) -> Shares:
+    def _average(self, drafter: DraftCosts) -> Shares:
         """Return the tokens that steps of 1, 2 ... rows win with average drafts of this drafter."""
-        accepted = source.acceptance.by_position(source.length(self._widths[-1] - 1))
+        accepted = drafter.acceptance.by_position(drafter.length(self._widths[-1] - 1))
         return np.concatenate([[1.0], 1 + np.cumsum(np.cumprod(accepted))])
 
     def _promise(self, name: str) -> float:
         """Return the tokens a second with this drafter instead, 0 if it would not be asked."""
-        source = self._source(name)
-        if source.resting or self._is_late(source):
+        drafter = self._drafter(name)
+        if drafter.resting or self._is_late(drafter):
             return 0.0
-        average = self._average(source)
-        if self._best(average, self._widths, source.drafting).rows == 1:
+        average = self._average(drafter)
+        if self._best(average, self._widths, drafter.seconds).rows == 1:
             return 0.0
-        hoped = FADE**source.unasked  # an expensive drafter is tried again some day
-        best = self._best(average, self._widths, lambda count: hoped * source.drafting(count))
+        hoped = FADE**drafter.unasked  # an expensive drafter is tried again some day
+        best = self._best(average, self._widths, lambda count: hoped * drafter.seconds(count))
         return best.rate if best.rows > 1 else 0.0
 
-    def _is_late(self, source: _Source) -> bool:
-        """Return whether reading its pending tokens would exceed the budget."""
-        return bool(source.behind) and self._beyond(self._widths[0], source.behind * source.pace) > self._left()
-
-    def _fail(self, name: str) -> None:
-        """Let a drafter rest after a proposal in vain: longer each time, but at most until its cost is made good
-        for.
-        """
-        source = self._source(name)
-        source.failed += 1
-        repaid = source.drafting(1) / (self._eps / 4 * self._time(1)) if self._knows else 0.0
-        source.resting = min(1 << min(source.failed, 16), round(repaid))
-        source.why = f"{name} rests: its last {source.failed} proposals came to nothing"
-
-    def _source(self, name: str) -> _Source:
-        if name not in self._sources:
-            self._sources[name] = _Source(name in self._serial, self._hopes.get(name, HOPE))
-        return self._sources[name]
+    def _drafter(self, name: str) -> DraftCosts:
+        if name not in self._drafters:
+            self._drafters[name] = DraftCosts(name in self._serial, self._hopes.get(name, HOPE))
+        return self._drafters[name]

@@ -262,7 +262,7 @@ class Speculator:
         for stats in (self._total, self._last):
             stats.plain(seconds, self._draft_seconds)
             stats.filled += filled
-        self.controls.told(rows, seconds, beside=self._beside)
+        self.controls.record(rows, seconds, beside=self._beside)
         self._idle = self.controls.idle([one.name for one in self._awake])
 
     def _count_passed(self) -> None:
@@ -286,7 +286,7 @@ class Speculator:
         for stats in (self._total, self._last):
             stats.verified(draft, right, seconds, self._draft_seconds, stopped=stopped)
             stats.lucky += len(path) - len(right)
-        self.controls.told(rows, seconds, draft, right, stopped=stopped, beside=self._beside)
+        self.controls.record(rows, seconds, draft, right, stopped=stopped, beside=self._beside)
 
     def refused(self, why: Exception) -> None:
         """Note that a step with a draft failed and runs without it. After MAX_BAD in a row nothing is drafted any

@@ -119,14 +119,14 @@ def test_the_pool_is_not_charged_for_a_prompt_that_it_need_not_read() -> None:
     llm: Any = Model(World("32K", 0.9, 0.0, 1))
     pool, controls = AskedDrafter(PoolDrafter(llm)), Controller(serial=SERIAL, hopes=HOPES)
     for _ in range(3):
-        controls.told(1, 0.1)
+        controls.record(1, 0.1)
     for length in (5_000, 100_000):
         assert controls.ask("pool", pool.unread(length)) > 0
         controls.proposed("pool", chain([1], "pool"), 0.1)
         pool.read = length
         controls.begin(length)
         for _ in range(3):
-            controls.told(1, 0.1)
+            controls.record(1, 0.1)
 
 
 def speed(

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from kvflash_ggml.spec.costs import StepTimes
-from kvflash_ggml.spec.decision import CLIMB, CREDIT, EARNED, EPS, HOLD, WIDTHS, Controller, Controls, Fixed
+from kvflash_ggml.spec.costs import EARNED, StepTimes
+from kvflash_ggml.spec.decision import CLIMB, CREDIT, EPS, HOLD, WIDTHS, Controller, Controls, Fixed
 from kvflash_ggml.spec.draft import Draft, chain
 
 Device = Callable[[int], float]
@@ -69,9 +69,9 @@ class Run:
             draft = draft.first(rows - 1)
             while len(path) < len(draft) and self.rng.random() < chance(len(path)):
                 path.append(len(path))
-            self.control.told(rows, took, draft, path)
+            self.control.record(rows, took, draft, path)
         else:
-            self.control.told(1, took)
+            self.control.record(1, took)
         self.rows = rows
         self.time += took + drafting
         self.tokens += 1 + len(path)
@@ -238,7 +238,7 @@ def warm(**settings: object) -> Controller:
     controller = Controller(**settings)  # type: ignore[arg-type]
     controller.begin(0)
     for _ in range(3):
-        controller.told(1, 1.0)
+        controller.record(1, 1.0)
     return controller
 
 
@@ -248,7 +248,7 @@ def test_plain_steps_are_timed_first_and_now_and_then() -> None:
         assert controller.ask("made up") == 0
         assert controller.choose(chain([1], "made up")) == 1
         assert "timed" in str(controller.off)
-        controller.told(1, 1.0)
+        controller.record(1, 1.0)
     assert controller.ask("made up") > 0
     run = Run(DEVICES["flat"], steady(0.95), 1).until(3000)
     plain = [step for step, (rows, _, _) in enumerate(run.steps) if rows == 1]
@@ -266,7 +266,7 @@ def test_where_a_lookup_finds_nothing_it_is_asked_less_often() -> None:
             if controller.ask("lookup"):
                 asked[cost] += 1
                 controller.proposed("lookup", None, cost)
-            controller.told(1, 1.0)
+            controller.record(1, 1.0)
         assert asked[cost] * cost < 0.02 * 400
         assert controller.excess == pytest.approx(asked[cost] * cost)
     assert asked[0.0005] == 400, "it costs nothing to speak of"
@@ -277,12 +277,12 @@ def test_to_read_a_prompt_is_not_what_a_draft_takes() -> None:
     controller, draft = warm(), chain(list(range(7)), "head")
     for reading in (3.0, 0.1):
         controller.begin(0)
-        controller.told(1, 1.0)
-        controller.told(1, 1.0)
+        controller.record(1, 1.0)
+        controller.record(1, 1.0)
         assert controller.ask("head", 1000) > 0
         controller.proposed("head", draft, reading)
         rows = controller.choose(draft)
-        controller.told(rows, 1.2, draft.first(rows - 1), range(rows - 1))
+        controller.record(rows, 1.2, draft.first(rows - 1), range(rows - 1))
         assert controller.ask("head", rows) > 0
         controller.proposed("head", draft, 0.01)
         assert controller.choose(draft) > 1
@@ -296,13 +296,13 @@ def test_a_prompt_that_is_too_dear_to_read_is_paid_before_it_is_read_again() -> 
         for step in range(3000):
             if controller.ask("head", behind):
                 return step
-            controller.told(1, 1.0)
+            controller.record(1, 1.0)
         return 3000
 
     assert steps_until_asked(1000) < 5
     controller.proposed("head", draft, 20.0)
     assert controller.choose(draft) == 1
-    controller.told(1, 1.0)
+    controller.record(1, 1.0)
     assert controller.excess == pytest.approx(20, rel=0.01)
     assert steps_until_asked(1000) == pytest.approx((20 - CREDIT) / EPS, rel=0.1)
     assert steps_until_asked(100) < 5, "that is less"
@@ -314,9 +314,9 @@ def settle(controller: Controller, draft: Draft, accepted: int, steps: int = 30)
             controller.proposed(draft.source, draft, 0.001)
         rows = controller.choose(draft)
         verified = draft.first(rows - 1) if rows > 1 else None
-        controller.told(rows, DEVICES["cliff"](rows), verified, range(min(accepted, rows - 1)))
-    controller.told(1, 1.0)
-    controller.told(1, 1.0)
+        controller.record(rows, DEVICES["cliff"](rows), verified, range(min(accepted, rows - 1)))
+    controller.record(1, 1.0)
+    controller.record(1, 1.0)
 
 
 def test_a_draft_is_judged_by_how_sure_its_drafter_is() -> None:
@@ -378,7 +378,7 @@ def test_says_what_it_won() -> None:
 def test_nothing_is_concluded_across_kernels() -> None:
     times = StepTimes()
     for rows, seconds in ((1, 1.0), (4, 2.5), (16, 2.0), (32, 2.8)):
-        times.told(rows, seconds, first=False)
+        times.record(rows, seconds, first=False)
     assert times(2) == pytest.approx(1.5)
     assert times(8) == pytest.approx(4.5), "as steep as before"
     assert times(12) == 2.0, "level in front of what is known"
@@ -387,14 +387,14 @@ def test_nothing_is_concluded_across_kernels() -> None:
 
 def test_the_first_step_of_other_rows_is_kept_apart() -> None:
     times = StepTimes()
-    times.told(1, 3.0, first=True)
-    times.told(1, 1.0, first=False)
-    times.told(4, 7.0, first=True)
+    times.record(1, 3.0, first=True)
+    times.record(1, 1.0, first=False)
+    times.record(4, 7.0, first=True)
     assert times(4) == 5.0, "without what it takes to change rows"
-    times.told(4, 2.0, first=False)
+    times.record(4, 2.0, first=False)
     assert times(4) == 2.0
     assert times.switch == pytest.approx(3.5)
-    times.told(8, 2.5, first=True)
+    times.record(8, 2.5, first=True)
     assert times(8) == 1.0, "never faster than a plain one"
 
 
@@ -418,7 +418,7 @@ def test_rows_of_other_texts_count(beside: int) -> None:
             path += 1
         took = device(rows + beside)
         told = (draft.first(rows - 1), list(range(path))) if draft is not None and rows > 1 else ()
-        controller.told(rows, took, *told, beside=beside)
+        controller.record(rows, took, *told, beside=beside)
         spent, won = spent + took, won + 1 + path + beside
         widths.append(rows)
     plain = won / (1 + beside) * device(1 + beside)
@@ -450,7 +450,7 @@ def test_where_texts_have_equally_many_rows_a_draft_costs_those_of_all(each: flo
         while path < rows - 1 and rng.random() < 0.6:
             path += 1
         told = (draft.first(rows - 1), list(range(path))) if draft is not None and rows > 1 else ()
-        controller.told(rows, device(4 * rows), *told, beside=3 * rows)
+        controller.record(rows, device(4 * rows), *told, beside=3 * rows)
         spent, won = spent + device(4 * rows), won + 4 + path
         widths.append(rows)
     assert spent <= (1 + EPS) * won / 4 * device(4) + (CREDIT + 1) * device(128)
@@ -465,18 +465,18 @@ def test_rows_that_fill_a_step_for_others_cost_who_drafts() -> None:
     controller.begin(0)
     for _ in range(4):
         controller.ask("made up")
-        controller.told(1, 1.0, beside=3)
+        controller.record(1, 1.0, beside=3)
     before = controller.excess, controller.speedup
     for _ in range(200):
-        controller.told(4, 2.0, beside=12)
+        controller.record(4, 2.0, beside=12)
     assert (controller.excess, controller.speedup) == before
     controller.begin(1000)
     assert not controller.ask("made up"), "plain steps are to be timed anew"
     for _ in range(3):
-        controller.told(4, 2.0, beside=12)
+        controller.record(4, 2.0, beside=12)
     for _ in range(3):
         assert controller.ask("made up"), "and are not waited for where others do not let it have any"
-        controller.told(4, 2.0, chain([1, 2, 3], "made up"), [0, 1, 2], beside=12)
+        controller.record(4, 2.0, chain([1, 2, 3], "made up"), [0, 1, 2], beside=12)
 
 
 def test_a_text_is_asked_again_while_another_drafts() -> None:
@@ -485,17 +485,17 @@ def test_a_text_is_asked_again_while_another_drafts() -> None:
     controller.begin(0)
     for _ in range(4):
         controller.ask("made up")
-        controller.told(1, 1.0, beside=1)
+        controller.record(1, 1.0, beside=1)
     draft = chain([1, 2, 3], "made up")
     for _ in range(2):
         assert controller.ask("made up")
         controller.proposed("made up", draft, 0.01)
-        controller.told(controller.choose(draft), 1.2, draft, [0, 1, 2], beside=4)
+        controller.record(controller.choose(draft), 1.2, draft, [0, 1, 2], beside=4)
     asked, before = 0, controller.excess
     for _ in range(500):
         if controller.ask("made up"):
             controller.proposed("made up", None, 0.01)
             asked += 1
-        controller.told(4, 1.2, beside=4)
+        controller.record(4, 1.2, beside=4)
     assert asked > 50
     assert controller.excess == pytest.approx(before + 0.01 * asked)

@@ -201,7 +201,7 @@ def timed(one: Speculator) -> None:
     """Plain steps are known, and take a second."""
     for _ in range(4):
         one.propose(Text(), ROOT)
-        one.controls.told(1, 1.0)
+        one.controls.record(1, 1.0)
 
 
 @pytest.mark.parametrize("what", BAD)
@@ -316,7 +316,7 @@ def test_time_is_told_apart() -> None:
     ) -> None:
         told.append((rows, seconds, [*path], stopped, beside))
 
-    controls.told = tell  # type: ignore[method-assign]
+    controls.record = tell  # type: ignore[method-assign]
     drafter = Drafts(slow)
     one = make(drafter, controls=controls, clock=clock)
     drafted(one)
@@ -506,14 +506,14 @@ def test_steps_that_nobody_is_asked_for_are_told_of_together() -> None:
 
     drafter.does = slow
     timed_steps = 0
-    told = controls.told
+    told = controls.record
 
     def counted(*args: Any, **settings: Any) -> None:
         nonlocal timed_steps
         timed_steps += 1
         told(*args, **settings)
 
-    controls.told = counted  # type: ignore[method-assign]
+    controls.record = counted  # type: ignore[method-assign]
     for steps in range(1, 201):
         assert one.propose(text, ROOT) is None
         clock.now += 1

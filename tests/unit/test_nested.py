@@ -154,7 +154,7 @@ def test_where_the_pool_has_nothing_to_say_others_are_asked_and_compared_with_no
     pool.able = False
     for _ in range(4):
         outer.propose(Text(1, 2, 3, 4), 5)
-        outer.controls.told(1, 1.0)
+        outer.controls.record(1, 1.0)
     draft = outer.propose(Text(1, 2, 3, 4), 5)
     assert draft is not None
     assert draft.source == "ngram"
@@ -163,10 +163,10 @@ def test_where_the_pool_has_nothing_to_say_others_are_asked_and_compared_with_no
 def test_who_drafts_dearly_is_not_asked_where_another_promises_more() -> None:
     controls = Controller(serial=("head", "pool"))
     for _ in range(3):
-        controls.told(1, 1.0)
+        controls.record(1, 1.0)
     for name, seconds in (("head", 0.3), ("pool", 0.05)):
         controls.proposed(name, chain([1], name), seconds)
-        controls.told(1, 1.0)
+        controls.record(1, 1.0)
     assert controls.ask("head") > 0
     assert controls.ask("head", 0, ("pool",)) == 0
     assert "another" in str(controls.off)
@@ -178,35 +178,35 @@ def test_who_would_not_be_asked_is_not_waited_for(seconds: float, behind: int) -
     """A drafter that costs more than it wins, or has a prompt to read that is too long for the budget."""
     controls = Controller(serial=("head", "pool"))
     for _ in range(3):
-        controls.told(1, 1.0)
+        controls.record(1, 1.0)
     for name, took, to_read in (("head", 0.1, 0), ("pool", seconds, 0), ("pool", 1.0, behind // 10)):
         controls.ask(name, to_read)
         controls.proposed(name, chain([1], name), took)
-        controls.told(1, 1.0)
+        controls.record(1, 1.0)
     plain = 0
     for _ in range(500):
         wanted = controls.ask("head", 0, ("pool",))
         other = 0 if wanted else controls.ask("pool", behind)
         if not wanted and not other:
             plain += 1
-            controls.told(1, 1.0)
+            controls.record(1, 1.0)
             continue
         name = "head" if wanted else "pool"
         draft = chain([1] * (wanted or other), name)
         controls.proposed(name, draft, 0.0)
-        controls.told(len(draft) + 1, 1.1, draft, range(min(2, len(draft))))
+        controls.record(len(draft) + 1, 1.1, draft, range(min(2, len(draft))))
     assert plain < 15
 
 
 def test_steps_that_follow_others_are_timed_apart() -> None:
     controls = Controller()
     for rows in (1, 1, 1):
-        controls.told(rows, 1.0)
+        controls.record(rows, 1.0)
     for _ in range(8):
         for _ in range(2):
             controls.apart()
-            controls.told(1, 5.0)
-        controls.told(1, 1.0)
+            controls.record(1, 5.0)
+        controls.record(1, 1.0)
     controls.begin(0)
     assert controls.passed(1) == 1.0, "what came first in its place took longer"
 
