@@ -178,6 +178,14 @@ void kvf_lane_follow(kvf_engine & engine, const kvf_lane & lane) {
     }
 }
 
+const kvf_lane * kvf_lane_beside(const kvf_engine & engine, const ggml_tensor * tensor) {
+    auto * dev = kvf_device_of(tensor);
+    const auto found = std::find_if(engine.lanes.begin(), engine.lanes.end(), [dev](const auto & lane) {
+        return lane.mode == KVF_MODE_STREAM && lane.dev == dev;
+    });
+    return found == engine.lanes.end() ? nullptr : &*found;
+}
+
 void kvf_lane_get(const kvf_lane & lane, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
     if (lane.copy) {
         ggml_backend_tensor_get_async(lane.copy.get(), tensor, data, offset, size);

@@ -29,14 +29,23 @@ struct kvf_lane {
     };
     std::vector<span> spans;
 
-    // Whole images arrive here in one copy each and are spread over the layers on the device: a page is dozens of spans, too
-    // small one by one to fill the bus. On a server they leave from here. Holds the share of each image.
+    // n spans of one size, at equal distances on the device and in an image
+    struct group {
+        span   first;
+        size_t n           = 1;
+        size_t apart       = 0;
+        size_t image_apart = 0;
+    };
+
+    // Whole images arrive here in one copy each and are spread over the layers on the device, and are collected here before
+    // they leave: a page is dozens of spans, too small one by one to fill the bus. Holds the share of each image.
     struct staging {
         ggml_context_ptr        ctx;
         ggml_backend_buffer_ptr buffer;
         ggml_tensor *           pages = nullptr;  // I8  [share, n_pages]
-        ggml_tensor *           index = nullptr;  // I64, on a server I32 [n_pages], the block of each page
-        std::vector<ggml_tensor *> blocks;        // per span: its tensor seen as F32 [span, n_blocks]
+        ggml_tensor *           index = nullptr;  // I32 [n_pages], the block of each page
+        int64_t                 n_blocks = 0;
+        std::vector<group>      groups;           // of all spans
     };
     std::unique_ptr<staging> stage;  // null: spans are copied one by one
 
@@ -47,14 +56,16 @@ struct kvf_lane {
 void           kvf_lanes_init(kvf_engine & engine);
 ggml_backend_t kvf_compute_of(const kvf_engine & engine, const ggml_tensor * tensor);  // of the context, or null
 void           kvf_lane_follow(kvf_engine & engine, const kvf_lane & lane);  // what moves next comes after the compute so far
+const kvf_lane * kvf_lane_beside(const kvf_engine & engine, const ggml_tensor * tensor);  // that copies it beside the compute, or null
 
 // Bytes between host and device, on a lane's own device.
 void kvf_lane_get(const kvf_lane & lane, const ggml_tensor * tensor, void * data, size_t offset, size_t size);
 void kvf_lane_set(const kvf_lane & lane, ggml_tensor * tensor, const void * data, size_t offset, size_t size);
 
-// kvf_staging.cpp. rows: room for n indices, which is read until the transfer is done.
+// kvf_staging.cpp. n <= KVF_STAGED_PAGES pages; `block` is read until the transfer is done.
+constexpr int32_t KVF_STAGED_PAGES = 8;
 void kvf_staging_init(kvf_lane & lane, int32_t n_blocks);  // `stage`, if the device can have one
-void kvf_staging_page_in(const kvf_lane & lane, int32_t n, const int32_t * block, const uint64_t * image, int64_t * rows);
+void kvf_staging_page_in(const kvf_lane & lane, int32_t n, const int32_t * block, const uint64_t * image);
 void kvf_staging_page_out(const kvf_lane & lane, int32_t n, const int32_t * block, const uint64_t * image);
 
 // kvf_transfer.cpp

@@ -1,61 +1,115 @@
-// Pages through a staging area on the device. In at the speed of the bus: one copy per image, one scatter per span for all of
-// them. Out of a server, where every read is a round trip: one gather per span, and then whole images.
+// Pages through a staging area on the device: one copy per image, and one scatter or gather for like spans of all of them. So
+// pages move at the speed of the bus, and out of a server, where every read is a round trip, as whole images.
 #include "kvf_engine.h"
 
 #include <algorithm>
+#include <cstdint>
 
 namespace {
 
-constexpr int64_t STAGED_PAGES = 8;
+// A server's device may be able to address no more in one tensor (Vulkan), and the protocol has strides of 32 bits.
+constexpr size_t REMOTE_EXTENT = 128u << 20;
 
-// The bytes of a cache tensor, as rows of one block each. F32 stands for four bytes: set_rows copies them as they are.
-ggml_tensor * as_blocks(ggml_context * ctx, const kvf_lane::span & s, int32_t n_blocks) {
-    auto * res = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, s.size/sizeof(float), n_blocks);
-    ggml_backend_tensor_alloc(s.tensor->buffer, res, s.tensor->data);
+// Does `next` lie behind the last span of the group, as far on the device and in an image as that one behind the one before?
+bool goes_on(const kvf_lane::group & group, const kvf_lane::span & last, const kvf_lane::span & next) {
+    const auto apart = (const char *) next.tensor->data - (const char *) last.tensor->data;
+    return next.size == last.size && next.tensor->buffer == last.tensor->buffer && apart > 0 && apart % sizeof(float) == 0 &&
+           (group.n == 1 || ((size_t) apart == group.apart && next.offset - last.offset == group.image_apart));
+}
+
+// Spans that one scatter or gather moves, at most `extent` bytes of the device. As a rule those are all K and all V of the layers,
+// or both together.
+std::vector<kvf_lane::group> group_spans(const std::vector<kvf_lane::span> & spans, size_t extent) {
+    std::vector<kvf_lane::group> groups;
+    std::vector<bool> taken(spans.size());
+    for (size_t i = 0; i < spans.size(); ++i) {
+        if (taken[i]) {
+            continue;
+        }
+        kvf_lane::group group { spans[i] };
+        for (size_t j = i + 1, last = i; j < spans.size(); ++j) {
+            const size_t reach = (const char *) spans[j].tensor->data - (const char *) spans[i].tensor->data + ggml_nbytes(spans[j].tensor);
+            if (!taken[j] && reach <= extent && goes_on(group, spans[last], spans[j])) {
+                group.apart       = (const char *) spans[j].tensor->data - (const char *) spans[last].tensor->data;
+                group.image_apart = spans[j].offset - spans[last].offset;
+                group.n++;
+                taken[j] = true;
+                last     = j;
+            }
+        }
+        groups.push_back(group);
+    }
+    return groups;
+}
+
+void set_strides(ggml_tensor * t, size_t row, size_t matrix) {
+    t->nb[1] = row;
+    t->nb[2] = matrix;
+    t->nb[3] = t->ne[2]*matrix;
+}
+
+// The bytes of a group in the cache, as rows of one block each. F32 stands for four bytes, which are copied as they are.
+ggml_tensor * blocks_of(ggml_context * ctx, const kvf_lane & lane, const kvf_lane::group & g) {
+    auto * res = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, g.first.size/sizeof(float), lane.stage->n_blocks, g.n);
+    set_strides(res, g.first.size, g.apart);
+    ggml_backend_tensor_alloc(g.first.tensor->buffer, res, g.first.tensor->data);
     return res;
 }
 
-// Lay a tensor of n rows over the same span of the first n staged pages.
-void place(const kvf_lane & lane, ggml_tensor * rows, const kvf_lane::span & s) {
+// Lay a tensor [.., n, spans] over the group's part of the first n staged pages.
+void place(const kvf_lane & lane, ggml_tensor * rows, const kvf_lane::group & g) {
     const auto * pages = lane.stage->pages;
-    rows->nb[1] = pages->nb[1];
-    rows->nb[2] = rows->nb[3] = rows->ne[1]*rows->nb[1];
-    ggml_backend_tensor_alloc(lane.stage->buffer.get(), rows, (char *) pages->data + s.offset - lane.share_offset);
+    set_strides(rows, pages->nb[1], g.image_apart);
+    ggml_backend_tensor_alloc(lane.stage->buffer.get(), rows, (char *) pages->data + g.first.offset - lane.share_offset);
 }
 
-ggml_tensor * scatter(ggml_context * ctx, const kvf_lane & lane, size_t i, ggml_tensor * index) {
-    auto * rows = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, lane.spans[i].size/sizeof(float), index->ne[0]);
-    place(lane, rows, lane.spans[i]);
-    auto * op = ggml_set_rows(ctx, lane.stage->blocks[i], rows, index);
+ggml_tensor * scatter(ggml_context * ctx, const kvf_lane & lane, const kvf_lane::group & g, ggml_tensor * index) {
+    auto * rows = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, g.first.size/sizeof(float), index->ne[0], g.n);
+    place(lane, rows, g);
+    auto * op = ggml_set_rows(ctx, blocks_of(ctx, lane, g), rows, index);
     ggml_backend_view_init(op);
     return op;
 }
 
-ggml_tensor * gather(ggml_context * ctx, const kvf_lane & lane, size_t i, ggml_tensor * index) {
-    auto * op = ggml_get_rows(ctx, lane.stage->blocks[i], index);
-    place(lane, op, lane.spans[i]);
+ggml_tensor * gather(ggml_context * ctx, const kvf_lane & lane, const kvf_lane::group & g, ggml_tensor * index) {
+    auto * repeated = ggml_new_tensor_2d(ctx, index->type, index->ne[0], g.n);
+    set_strides(repeated, 0, 0);
+    ggml_backend_tensor_alloc(lane.stage->buffer.get(), repeated, index->data);
+    auto * op = ggml_get_rows(ctx, blocks_of(ctx, lane, g), repeated);
+    place(lane, op, g);
     return op;
 }
 
-using spreading = ggml_tensor * (ggml_context * ctx, const kvf_lane & lane, size_t span, ggml_tensor * index);
+using spreading = ggml_tensor * (ggml_context * ctx, const kvf_lane & lane, const kvf_lane::group & g, ggml_tensor * index);
 
-// All spans of the first n staged pages, and of the blocks that the index names.
-void compute(const kvf_lane & lane, int64_t n, spreading * spread) {
-    const size_t n_ops = lane.spans.size();
-    ggml_context_ptr ctx { ggml_init({ 4*n_ops*ggml_tensor_overhead() + ggml_graph_overhead_custom(4*n_ops, false),
-                                       nullptr, /*.no_alloc =*/ true }) };
-    auto * graph = ggml_new_graph_custom(ctx.get(), 4*n_ops, false);
+// Every group of the first n staged pages, and of the blocks that the index names.
+ggml_cgraph * build(const kvf_lane & lane, int64_t n, spreading * spread, ggml_context_ptr & ctx) {
+    const size_t n_nodes = 4*lane.stage->groups.size();
+    ctx.reset(ggml_init({ (n_nodes + 1)*ggml_tensor_overhead() + ggml_graph_overhead_custom(n_nodes, false), nullptr,
+                          /*.no_alloc =*/ true }));
+    auto * graph = ggml_new_graph_custom(ctx.get(), n_nodes, false);
     auto * index = ggml_view_1d(ctx.get(), lane.stage->index, n, 0);
     ggml_backend_view_init(index);
-    for (size_t i = 0; i < n_ops; ++i) {
-        ggml_build_forward_expand(graph, spread(ctx.get(), lane, i, index));
+    for (const auto & g : lane.stage->groups) {
+        ggml_build_forward_expand(graph, spread(ctx.get(), lane, g, index));
     }
-    ggml_backend_graph_compute_async(lane.copy.get(), graph);
+    return graph;
 }
 
-bool can_scatter(const kvf_lane & lane) {
-    ggml_context_ptr ctx { ggml_init({ 4*ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }) };
-    return ggml_backend_supports_op(lane.copy.get(), scatter(ctx.get(), lane, 0, ggml_view_1d(ctx.get(), lane.stage->index, 1, 0)));
+void compute(const kvf_lane & lane, int64_t n, spreading * spread) {
+    ggml_context_ptr ctx;
+    ggml_backend_graph_compute_async(lane.copy.get(), build(lane, n, spread, ctx));
+}
+
+bool can(const kvf_lane & lane, spreading * spread) {
+    ggml_context_ptr ctx;
+    auto * graph = build(lane, 1, spread, ctx);
+    for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
+        if (!ggml_backend_supports_op(lane.copy.get(), ggml_graph_node(graph, i))) {
+            return false;
+        }
+    }
+    return true;
 }
 
 }  // namespace
@@ -65,52 +119,44 @@ void kvf_staging_init(kvf_lane & lane, int32_t n_blocks) {
         return;
     }
     auto stage = std::make_unique<kvf_lane::staging>();
-    stage->ctx.reset(ggml_init({ (lane.spans.size() + 2)*ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }));
+    stage->n_blocks = n_blocks;
+    stage->groups   = group_spans(lane.spans, lane.mode == KVF_MODE_REMOTE ? REMOTE_EXTENT : SIZE_MAX);
+    stage->ctx.reset(ggml_init({ 2*ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }));
     auto * ctx = stage->ctx.get();
-    stage->pages = ggml_new_tensor_2d(ctx, GGML_TYPE_I8, lane.share_bytes, STAGED_PAGES);
-    stage->index = ggml_new_tensor_1d(ctx, lane.mode == KVF_MODE_REMOTE ? GGML_TYPE_I32 : GGML_TYPE_I64, STAGED_PAGES);
+    stage->pages = ggml_new_tensor_2d(ctx, GGML_TYPE_I8, lane.share_bytes, KVF_STAGED_PAGES);
+    stage->index = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, KVF_STAGED_PAGES);
     auto * buft = ggml_backend_buffer_get_type(lane.spans[0].tensor->buffer);
     stage->buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft));
     if (!stage->buffer) {
         return;  // paging still works without it, only slower
     }
-    for (const auto & s : lane.spans) {
-        stage->blocks.push_back(as_blocks(ctx, s, n_blocks));
-    }
     lane.stage = std::move(stage);
-    if (lane.mode == KVF_MODE_STREAM && !can_scatter(lane)) {
+    if (lane.mode == KVF_MODE_STREAM && !(can(lane, scatter) && can(lane, gather))) {
         lane.stage.reset();
     }
 }
 
-void kvf_staging_page_in(const kvf_lane & lane, int32_t n, const int32_t * block, const uint64_t * image, int64_t * rows) {
+void kvf_staging_page_in(const kvf_lane & lane, int32_t n, const int32_t * block, const uint64_t * image) {
     const auto & stage = *lane.stage;
     const size_t size  = stage.pages->nb[1];
-    std::copy(block, block + n, rows);
-    for (int32_t i = 0; i < n; i += STAGED_PAGES) {
-        const int64_t m = std::min<int64_t>(STAGED_PAGES, n - i);
-        for (int64_t j = 0; j < m; ++j) {
-            const auto * page = (const uint8_t *) (uintptr_t) image[i + j] + lane.share_offset;
-            ggml_backend_tensor_set_async(lane.copy.get(), stage.pages, page, j*size, size);
-        }
-        ggml_backend_tensor_set_async(lane.copy.get(), stage.index, rows + i, 0, m*sizeof(rows[0]));
-        compute(lane, m, scatter);
+    for (int32_t i = 0; i < n; ++i) {
+        const auto * page = (const uint8_t *) (uintptr_t) image[i] + lane.share_offset;
+        ggml_backend_tensor_set_async(lane.copy.get(), stage.pages, page, i*size, size);
     }
+    ggml_backend_tensor_set_async(lane.copy.get(), stage.index, block, 0, n*sizeof(block[0]));
+    compute(lane, n, scatter);
 }
 
 void kvf_staging_page_out(const kvf_lane & lane, int32_t n, const int32_t * block, const uint64_t * image) {
     const auto & stage = *lane.stage;
     const size_t size  = stage.pages->nb[1];
-    for (int32_t i = 0; i < n; i += STAGED_PAGES) {
-        const int64_t m = std::min<int64_t>(STAGED_PAGES, n - i);
-        ggml_backend_tensor_set_async(lane.copy.get(), stage.index, block + i, 0, m*sizeof(block[0]));
-        compute(lane, m, gather);
-        for (int64_t j = 0, k = 1; j < m; j += k, k = 1) {
-            while (j + k < m && image[i + j + k] == image[i + j] + k*size) {
-                ++k;  // side by side, where the share is all of an image
-            }
-            auto * page = (uint8_t *) (uintptr_t) image[i + j] + lane.share_offset;
-            ggml_backend_tensor_get_async(lane.copy.get(), stage.pages, page, j*size, k*size);
+    ggml_backend_tensor_set_async(lane.copy.get(), stage.index, block, 0, n*sizeof(block[0]));
+    compute(lane, n, gather);
+    for (int32_t i = 0, k = 1; i < n; i += k, k = 1) {
+        while (i + k < n && image[i + k] == image[i] + k*size) {
+            ++k;  // side by side, where the share is all of an image
         }
+        auto * page = (uint8_t *) (uintptr_t) image[i] + lane.share_offset;
+        ggml_backend_tensor_get_async(lane.copy.get(), stage.pages, page, i*size, k*size);
     }
 }

@@ -4,11 +4,16 @@
 #include "kvf_remote.h"
 
 #include <algorithm>
+#include <exception>
+#include <functional>
 #include <iterator>
+#include <thread>
 
 namespace {
 
-constexpr int64_t HOST_GAP = 64;  // bytes after each host allocation
+constexpr int64_t HOST_GAP         = 64;         // bytes after each host allocation
+constexpr int64_t BYTES_A_THREAD   = 256*1024;   // a thread begins in the time of such a copy
+constexpr int32_t MAX_HOST_THREADS = 16;
 
 // Blocks [block, block + n) side by side in the pool, and their images side by side on the host: one strided copy per
 // span. Such images are of one allocation, see HOST_GAP.
@@ -53,6 +58,42 @@ void copy_span(const kvf_lane & lane, const kvf_lane::span & s, const run & r, s
     }
 }
 
+// Every n_parts-th span, from one of them on.
+void copy_spans(const kvf_lane & lane, size_t part, size_t n_parts, const std::vector<run> & runs, size_t page_bytes, direction dir) {
+    for (size_t i = part; i < lane.spans.size(); i += n_parts) {
+        for (const auto & r : runs) {
+            copy_span(lane, lane.spans[i], r, page_bytes, dir);
+        }
+    }
+}
+
+// Within host memory, on as many threads as compute there: one alone does not fill its bus.
+void copy_on_host(const kvf_engine & engine, const kvf_lane & lane, int32_t n, const std::vector<run> & runs, direction dir) {
+    const int32_t limit     = std::clamp(llama_n_threads(&engine.ctx), 1, MAX_HOST_THREADS);
+    const size_t  n_threads = std::clamp<int64_t>(n*lane.share_bytes/BYTES_A_THREAD, 1, limit);
+    std::vector<std::thread> threads;
+    size_t part = 1;
+    try {
+        for (; part < n_threads; ++part) {
+            threads.emplace_back(copy_spans, std::cref(lane), part, n_threads, std::cref(runs), engine.info.page_bytes, dir);
+        }
+    } catch (const std::exception &) {  // the system has no more threads: this one does their work
+    }
+    copy_spans(lane, 0, n_threads, runs, engine.info.page_bytes, dir);
+    for (; part < n_threads; ++part) {
+        copy_spans(lane, part, n_threads, runs, engine.info.page_bytes, dir);
+    }
+    for (auto & thread : threads) {
+        thread.join();
+    }
+}
+
+// Is it worth it to move whole images, and to spread or collect them on the device? Not for one run of blocks: a copy per span
+// moves all of it. A server has no such copies.
+bool is_staged(const kvf_lane & lane, size_t n_runs, direction dir) {
+    return lane.stage && (lane.mode == KVF_MODE_REMOTE ? dir == direction::out : n_runs > 1);
+}
+
 bool has_remote(const kvf_engine & engine) {
     return std::any_of(engine.lanes.begin(), engine.lanes.end(), [](const auto & lane) { return lane.mode == KVF_MODE_REMOTE; });
 }
@@ -60,21 +101,28 @@ bool has_remote(const kvf_engine & engine) {
 uint64_t transfer(kvf_engine & engine, int32_t n, const int32_t * block, const uint64_t * image, direction dir) {
     const auto runs   = find_runs(n, block, image, engine.info.page_bytes);
     const auto ticket = engine.tickets.begin(engine.lanes);
+    if (runs.size() > 1) {
+        block = std::copy_n(block, n, engine.tickets.keep<int32_t>(n)) - n;
+    }
+    std::vector<const kvf_lane *> staged, others;
     for (const auto * lane : engine.by_mode) {
+        (is_staged(*lane, runs.size(), dir) ? staged : others).push_back(lane);
+    }
+    for (const auto * lane : staged) {
         kvf_lane_follow(engine, *lane);
-        const bool remote = lane->mode == KVF_MODE_REMOTE;
-        if (dir == direction::in && lane->stage && !remote && n > 1) {  // one page is not worth the scatter
-            kvf_staging_page_in(*lane, n, block, image, engine.tickets.keep<int64_t>(n));
-            continue;
+    }
+    for (int32_t i = 0; i < n; i += KVF_STAGED_PAGES) {  // in turn: no device waits until all is submitted to another
+        for (const auto * lane : staged) {
+            auto * move = dir == direction::in ? kvf_staging_page_in : kvf_staging_page_out;
+            move(*lane, std::min(n - i, KVF_STAGED_PAGES), block + i, image + i);
         }
-        if (dir == direction::out && lane->stage && remote) {
-            kvf_staging_page_out(*lane, n, block, image);
-            continue;
-        }
-        for (const auto & r : runs) {
-            for (const auto & s : lane->spans) {
-                copy_span(*lane, s, r, engine.info.page_bytes, dir);
-            }
+    }
+    for (const auto * lane : others) {
+        kvf_lane_follow(engine, *lane);
+        if (lane->mode == KVF_MODE_HOST) {
+            copy_on_host(engine, *lane, n, runs, dir);
+        } else {
+            copy_spans(*lane, 0, 1, runs, engine.info.page_bytes, dir);
         }
     }
     engine.tickets.end(engine.lanes);
@@ -172,6 +220,7 @@ void kvf_host_free(kvf_engine * engine, void * data) {
 }
 
 void kvf_host_move(kvf_engine * from, kvf_engine * to, int32_t n, const uint64_t * data) {
+    kvf_wait(to, to->tickets.last());
     to->tickets.follow(from->tickets);
     std::scoped_lock lock(from->host_mutex, to->host_mutex);
     auto & host  = from->host;
