@@ -350,7 +350,15 @@ class Engine:
     def read_state(self, out: memoryview, *, seq: int) -> None:
         """Write `get_state` to `out`, [state_size]. Waits for the compute."""
         data = ffi.from_buffer("uint8_t[]", out, require_writable=True)
-        check(lib.kvf_state_get(self._engine, seq, data, len(out)))
+        check(lib.kvf_state_get(self._engine, seq, data, len(out), ffi.NULL))
+
+    def send_state(self, address: int, size: int, *, seq: int) -> int:
+        """Write `get_state` to page-locked memory from `alloc`, [state_size], behind the compute submitted so far.
+
+        Returns the ticket of the transfer, which the next step waits for; 0 if it is done, where devices cannot do that.
+        """
+        data, ticket = ffi.cast("uint8_t *", address), ffi.new("uint64_t *", 0)
+        return int(value(lib.kvf_state_get(self._engine, seq, data, size, ticket), ticket))
 
     def set_state(self, data: Buffer, end: int, *, seq: int) -> None:
         """Put back what `get_state` returned when the text ended before position `end`. Without it on SnapshotError."""

@@ -11,7 +11,7 @@ extern "C" {
 #include <stdint.h>
 
 // [cdef]
-#define KVF_ABI   11
+#define KVF_ABI   12
 #define KVF_BLOCK 64
 
 enum kvf_status {
@@ -292,8 +292,11 @@ enum kvf_status kvf_swa_first   (const kvf_engine * engine, int32_t seq, int32_t
 
 // The part of a sequence's memory that is not pooled: recurrent state, and sliding-window rings with every token in its place.
 enum kvf_status kvf_state_size(kvf_engine * engine, int32_t seq, int64_t * size);
-enum kvf_status kvf_state_get (kvf_engine * engine, int32_t seq, uint8_t * out, int64_t size);  // exactly that size
-// The state of a text of `length` tokens. The data may be hostile: STATE if it does not fit, and this part is empty then.
+// Exactly that size. With a `ticket`, `out` is page-locked, and written behind the compute where the devices can do that; the next
+// step waits for it.
+enum kvf_status kvf_state_get (kvf_engine * engine, int32_t seq, uint8_t * out, int64_t size, uint64_t * ticket);
+// The state of a text of `length` tokens. The data may be hostile: STATE if it does not fit, and this part is empty then. It may be
+// on its way to the host: all transfers are done before it is read.
 enum kvf_status kvf_state_set (kvf_engine * engine, int32_t seq, const uint8_t * data, int64_t size, int32_t length);
 
 // As get and set do, but on the devices, and without waiting: behind the compute submitted so far, before what comes next. One

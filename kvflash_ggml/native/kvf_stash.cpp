@@ -168,6 +168,7 @@ kvf_status kvf_state_put(kvf_engine * engine, int32_t seq, int32_t length) {
     if (!stash.holds) {
         return kvf_fail(KVF_STATUS_STATE, "no state is kept that could be put back");
     }
+    engine->tickets.compute_waits(engine->lanes, engine->compute_barrier);  // the state may still be on its way to the host
     reader io(*engine, stash);
     return kvf_restore_state(*engine, seq, io, stash.size, length);
 }

@@ -17,13 +17,14 @@
 #include <exception>
 #include <functional>
 #include <stdexcept>
+#include <string>
 
 namespace {
 
-// Counts when it has no room to write to.
+// Counts when it has no room to write to. behind: tensors are copied beside the compute, see `only_beside`.
 class writer : public llama_io_write_i {
 public:
-    writer(uint8_t * out, size_t size) : out(out), size(size) {}
+    writer(uint8_t * out, size_t size, const kvf_engine * behind = nullptr) : out(out), size(size), behind(behind) {}
 
     void write(const void * src, size_t n) override {
         if (auto * to = take(n)) {
@@ -32,10 +33,19 @@ public:
     }
 
     void write_tensor(ggml_tensor * tensor, size_t offset, size_t n) override {
-        if (auto * to = take(n)) {
+        auto * to = take(n);
+        if (behind) {
+            const auto * lane = kvf_lane_beside(*behind, tensor);
+            only_beside = only_beside && lane;
+            if (lane && to) {
+                kvf_lane_get(*lane, tensor, to, offset, n);
+            }
+        } else if (to) {
             ggml_backend_tensor_get(tensor, to, offset, n);
         }
     }
+
+    bool only_beside = true;  // each tensor has a lane that copies so
 
     size_t n_bytes() override { return at; }
 
@@ -52,9 +62,10 @@ private:
         return out + begin;
     }
 
-    uint8_t * out;
-    size_t    size;
-    size_t    at = 0;
+    uint8_t *          out;
+    size_t             size;
+    const kvf_engine * behind;
+    size_t             at = 0;
 };
 
 class reader : public llama_io_read_i {
@@ -414,21 +425,31 @@ kvf_status kvf_state_size(kvf_engine * engine, int32_t seq, int64_t * size) {
     return KVF_STATUS_SUCCESS;
 }
 
-kvf_status kvf_state_get(kvf_engine * engine, int32_t seq, uint8_t * out, int64_t size) {
+kvf_status kvf_state_get(kvf_engine * engine, int32_t seq, uint8_t * out, int64_t size, uint64_t * ticket) {
     if (const auto status = kvf_check_seq(*engine, seq)) {
         return status;
     }
-    llama_synchronize(&engine->ctx);
     try {
-        writer io(out, size);
-        kvf_write_state(*engine, seq, io);
-        if (io.n_bytes() != (size_t) size) {
-            throw std::runtime_error("the buffer is too large");
+        writer count(nullptr, 0, engine);
+        kvf_write_state(*engine, seq, count);
+        if (count.n_bytes() != (size_t) size) {
+            throw std::runtime_error("it has " + std::to_string(count.n_bytes()));
         }
-        return kvf_check_lost(engine);
+        if (!ticket || !count.only_beside) {
+            llama_synchronize(&engine->ctx);
+            writer io(out, size);
+            kvf_write_state(*engine, seq, io);
+            return kvf_check_lost(engine);
+        }
+        kvf_copies_wait(*engine);
+        writer io(out, size, engine);
+        kvf_write_state(*engine, seq, io);
     } catch (const std::exception & err) {
         return kvf_fail(KVF_STATUS_STATE, "the state could not be written to %lld bytes: %s", (long long) size, err.what());
     }
+    *ticket = engine->compute_barrier = engine->tickets.begin(engine->lanes);
+    engine->tickets.end(engine->lanes);
+    return KVF_STATUS_SUCCESS;
 }
 
 kvf_status kvf_state_set(kvf_engine * engine, int32_t seq, const uint8_t * data, int64_t size, int32_t length) {
@@ -438,7 +459,7 @@ kvf_status kvf_state_set(kvf_engine * engine, int32_t seq, const uint8_t * data,
     if (size < 0 || length < 0) {
         return kvf_fail(KVF_STATUS_ARGUMENT, "a state of %lld bytes for %d tokens", (long long) size, length);
     }
-    llama_synchronize(&engine->ctx);
+    kvf_synchronize(engine);
     kvf_zero_state(*engine, seq);
     reader io(data, size);
     return kvf_restore_state(*engine, seq, io, size, length);

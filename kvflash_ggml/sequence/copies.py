@@ -48,9 +48,13 @@ class StateCopies:
         size = engine.state_size(seq=self._seq) if engine.info.asynchronous else 0
         if not self._is_free(size):
             return Bytes(engine.get_state(seq=self._seq))
-        staged, data = engine.view(self._address, size), room_for(size)
-        engine.read_state(staged, seq=self._seq)
-        copied = Bytes(data, self._spread(staged, data))
+        data = room_for(size)
+        try:
+            sent = engine.send_state(self._address, size, seq=self._seq)
+            copied = Bytes(data, self._spread(engine.view(self._address, size), data, sent))
+        except BaseException:
+            engine.synchronize()  # the device may write to the memory yet
+            raise
         self._newest = ref(copied)  # weak, since it is large
         return copied
 
@@ -75,13 +79,18 @@ class StateCopies:
             self._size = size if self._address else 0
         return self._size > 0
 
-    def _spread(self, source: Buffer, target: memoryview) -> Sequence[Future[None]]:
-        """Copy a piece on each thread."""
+    def _spread(self, source: Buffer, target: memoryview, sent: int = 0) -> Sequence[Future[None]]:
+        """Copy a piece on each thread, once the transfer `sent` is done."""
+
+        def copy(target: Buffer, source: Buffer) -> None:
+            self._engine.wait(sent)
+            np.copyto(target, source)  # releases the interpreter
+
         a, b = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
         step = -(-len(a) // THREADS)
         starts = range(0, len(a), step)
         return [
-            worker.submit(np.copyto, b[at : at + step], a[at : at + step])  # releases the interpreter
+            worker.submit(copy, b[at : at + step], a[at : at + step])
             for worker, at in zip(self.workers, starts, strict=False)
         ]
 

@@ -227,7 +227,7 @@ def test_other_sequences_are_refused_by_every_call(seq: int, one: Bare, tokens: 
         with pytest.raises(EngineError, match=rf"sequence {seq}: the context is made for 1, from 0 on"):
             call()
     assert lib.kvf_swa_first(engine._engine, seq, ffi.new("int32_t *")) == lib.KVF_STATUS_ARGUMENT
-    assert lib.kvf_state_get(engine._engine, seq, ffi.new("uint8_t[8]"), 0) == lib.KVF_STATUS_ARGUMENT
+    assert lib.kvf_state_get(engine._engine, seq, ffi.new("uint8_t[8]"), 0, ffi.NULL) == lib.KVF_STATUS_ARGUMENT
     assert engine.cells(0, 512).tolist() == before.tolist()
 
 

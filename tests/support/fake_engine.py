@@ -83,7 +83,7 @@ class FakeInfo:
 
 @dataclass(slots=True)
 class Transfer:
-    """read: of a streamed step, which reads images and writes nothing."""
+    """read: of a streamed step, which reads images and writes nothing, and of a state, which is sent to the host."""
 
     ticket: int
     out: bool
@@ -463,8 +463,21 @@ class FakeEngine(FakeHost):
     def read_state(self, out: memoryview, *, seq: int) -> None:
         out[:] = self.get_state(seq=seq)
 
+    def send_state(self, address: int, size: int, *, seq: int) -> int:
+        state, there = self.get_state(seq=seq), self.view(address, size)
+
+        def send() -> None:
+            there[:] = state
+
+        with self._queue_lock:
+            self._ticket += 1
+            self._queue.append(Transfer(self._ticket, False, [], send))
+            self._drift()
+            return self._ticket
+
     def set_state(self, data: bytes, length: int, *, seq: int) -> None:
         assert seq == 0
+        self.synchronize()  # the data may be a state that is on its way to the host
         if not (self.info.recurrent or self.info.n_swa):
             if data:
                 raise SnapshotError("the recurrent state does not fit this context")
