@@ -63,6 +63,9 @@ def announce() -> None:
 @functools.cache
 def _load() -> None:
     env.check()
+    # CUDA holds 1,024 kernels that wait, which is less than a prompt's step has: of two GPUs the second would get its
+    # part of the step when the first is nearly done, and the first none of the next step meanwhile.
+    os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
     libllama = libllama_path()
     folder = libllama.parent
     if "llama_cpp" in sys.modules:

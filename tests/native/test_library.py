@@ -193,6 +193,13 @@ def test_a_gpu_that_the_build_cannot_use_is_told() -> None:
     assert run(code.format(False, 99)).returncode == 0
 
 
+def test_cuda_queues_a_step_of_a_prompt_unless_a_program_says_otherwise() -> None:
+    library.load()
+    assert os.environ["CUDA_SCALE_LAUNCH_QUEUES"] == "4x"
+    code = LOAD + "import os; print(os.environ['CUDA_SCALE_LAUNCH_QUEUES'])"
+    assert run(code, CUDA_SCALE_LAUNCH_QUEUES="1x").stdout == "1x\n"
+
+
 def test_loading_twice_is_free() -> None:
     library.load()
     library.load()
