@@ -355,7 +355,7 @@ class Engine:
     def send_state(self, address: int, size: int, *, seq: int) -> int:
         """Write `get_state` to page-locked memory from `alloc`, [state_size], behind the compute submitted so far.
 
-        Returns the ticket of the transfer, which the next step waits for; 0 if it is done, where devices cannot do that.
+        Returns the ticket of the transfer, which the next step waits for; 0 if it is done: not all devices can do that.
         """
         data, ticket = ffi.cast("uint8_t *", address), ffi.new("uint64_t *", 0)
         return int(value(lib.kvf_state_get(self._engine, seq, data, size, ticket), ticket))

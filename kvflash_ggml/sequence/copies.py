@@ -13,7 +13,7 @@ import numpy as np
 
 from ..arrays import Buffer, room_for
 from ..errors import HostMemoryError
-from ..state.session import Blob, Bytes, in_memory
+from ..state.session import Blob, Bytes, Row, in_memory
 from .worker import Worker
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class StateCopies:
     def _spread(self, source: Buffer, target: memoryview, sent: int = 0) -> Sequence[Future[None]]:
         """Copy a piece on each thread, once the transfer `sent` is done."""
 
-        def copy(target: Buffer, source: Buffer) -> None:
+        def copy(target: Row, source: Row) -> None:
             self._engine.wait(sent)
             np.copyto(target, source)  # releases the interpreter
 
