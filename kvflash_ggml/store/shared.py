@@ -363,7 +363,7 @@ class SharedTexts:
 
         If the store fails, the announcement goes with the next one, or is ignored from OLD_S on.
         """
-        for name in list(self._announced):
+        for name in sorted(self._announced):
             state = parse_name(name)
             assert state is not None
             if id in (state.id, None) and state.number <= number:
