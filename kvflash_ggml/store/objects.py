@@ -10,7 +10,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +106,7 @@ class FolderObjects:
         except FileExistsError:
             # NFS may repeat a request that was done, and is refused then; an earlier try may have been done late
             with contextlib.suppress(FileNotFoundError):  # another server has deleted it
-                return place.read_bytes() == data
+                return self.get(name) == data
             return False
         finally:
             part.unlink(missing_ok=True)
@@ -143,7 +143,8 @@ class RemoteObjects:
             import fsspec
 
             self._fs: Any
-            self._fs, path = fsspec.core.url_to_fs(url, **(_S3 if url.startswith("s3://") else {}))
+            self._s3 = url.startswith("s3://")
+            self._fs, path = fsspec.core.url_to_fs(url, **(_S3 if self._s3 else {}))
         except ImportError as err:
             raise ConfigError(
                 f"{url} needs a package that is not installed: {pip_line.install('store')} ({err})"
@@ -175,14 +176,28 @@ class RemoteObjects:
         return True
 
     def list(self, prefix: str) -> list[Listed]:
+        folder = f"{self._root}/{prefix}".rstrip("/")
         with _os_errors():
             self._fs.invalidate_cache()
-            found = self._fs.find(f"{self._root}/{prefix}", detail=True)
-        skip = len(self._root.lstrip("/")) + 1
-        return sorted(
-            (Listed(path.lstrip("/")[skip:], int(info["size"]), _modified(info)) for path, info in found.items()),
-            key=lambda one: one.name,
-        )
+            infos = list(self._fs.find(folder, detail=True).values() if self._s3 else self._files(folder))
+        root = f"{self._root}/".lstrip("/")
+        found = [
+            Listed(info["name"].lstrip("/").removeprefix(root), int(info["size"]), _modified(info)) for info in infos
+        ]
+        return sorted(found, key=lambda one: one.name)
+
+    def _files(self, top: str) -> Iterator[dict[str, Any]]:
+        """Yield the files below a folder. OSError; `find` of most file systems returns nothing if it can read none."""
+        folders = [top]
+        for folder in folders:  # which grows
+            infos: Iterable[dict[str, Any]] = ()
+            with contextlib.suppress(FileNotFoundError):
+                infos = self._fs.ls(folder, detail=True)
+            for info in infos:
+                if info["type"] == "file":
+                    yield info
+                elif info["type"] == "directory" and info["name"].rstrip("/") not in folders:
+                    folders.append(info["name"].rstrip("/"))
 
     def delete(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError), _os_errors():

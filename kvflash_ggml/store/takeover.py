@@ -233,17 +233,13 @@ class SharedSwapStore(SwapStore):
             if head.size / shared.rate > max(LEAST_S, reading):
                 shared.rate *= TRY_AGAIN
                 return _Found(gone)
-        free = shutil.disk_usage(self._scratch.path).free
+        path = self._new_path()
+        free = shutil.disk_usage(path.parent).free
         if head.size > free:
             refused.add(head.name)
-            logger.warning(
-                "%s of the store is left there: it is larger than the free %d MiB of %s",
-                head.name,
-                free >> 20,
-                self._scratch.path,
-            )
+            what = "%s of the store is left there: it is larger than the free %d MiB of %s"
+            logger.warning(what, head.name, free >> 20, path.parent)
             return _Found(gone)
-        path = self._new_path()
         try:
             shared.fetch(head, path)
         except BaseException as err:

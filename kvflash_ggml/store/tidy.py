@@ -22,6 +22,7 @@ GRACE_S = 3600.0
 
 _PLACE = re.compile(r"(?P<model>[0-9a-f]{32})/(?P<name>.+)")
 _BLOCK = re.compile(r"blocks/[0-9a-f]{64}")
+_PROBE = re.compile(r"probe-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def survey(objects: Objects) -> list[Texts]:
             texts.blocks[place["name"].removeprefix("blocks/")] = one
         elif name is not None and name.marks is None:
             heads.setdefault((texts.model, name.begin, name.id), []).append(one)
-        elif name is not None or one.name.endswith(PART):
+        elif name is not None or one.name.endswith(PART) or _PROBE.fullmatch(place["name"]):
             texts.left.append(one)
     for key, (*old, newest) in heads.items():
         found[key[0]].left += old

@@ -371,15 +371,16 @@ def test_folders_of_servers_that_died_are_deleted(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "other").mkdir()
     dead = ScratchFolder("texts-")
-    (dead.path / "text.kvs").write_bytes(b"1")
+    gone = dead.path
+    (gone / "text.kvs").write_bytes(b"1")
     os.close(dead._lock)  # as its process ends
     alive = ScratchFolder("texts-")
-    assert dead.path.exists(), "one as young may belong to a process that has not locked it yet"
-    for old in (dead, alive):
-        os.utime(old.path / ".lock", (1, 1))
+    assert gone.exists(), "one as young may belong to a process that has not locked it yet"
+    for old in (gone, alive.path):
+        os.utime(old / ".lock", (1, 1))
     last = ScratchFolder("texts-")
-    assert not dead.path.exists()
-    assert alive.path.exists()
+    assert not gone.exists()
+    assert len(list(tmp_path.glob("texts-*"))) == 2
     alive.close()
     last.close()
     assert [path.name for path in tmp_path.iterdir()] == ["other"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,8 +19,9 @@ from support.fake_objects import MemoryObjects
 
 from kvflash_ggml.cli.main import main
 from kvflash_ggml.errors import KVFlashError, SnapshotError
+from kvflash_ggml.files import being_written
 from kvflash_ggml.store import shared as shared_module
-from kvflash_ggml.store.objects import MAX_OBJECT, FolderObjects, Listed, TimedObjects
+from kvflash_ggml.store.objects import MAX_OBJECT, FolderObjects, Listed, RemoteObjects, TimedObjects
 from kvflash_ggml.store.shared import Draft, Head, SharedTexts, begin_of
 from kvflash_ggml.store.swapped import Conversation
 from kvflash_ggml.store.takeover import SharedSwapStore
@@ -162,6 +166,65 @@ def test_an_object_of_any_size_costs_little_memory(tmp_path: Path) -> None:
         texts.fetch(head, tmp_path / "in")
 
 
+class BadFiles:
+    """A file system of `fsspec` with a server behind it, which fails in one folder. A range of nothing is refused."""
+
+    files: ClassVar = {"root/heads/b/one": b"1", "root/heads/b/none~00000001": b"", "root/heads/c/two": b"22"}
+    fails = "root/heads/c"
+
+    def invalidate_cache(self) -> None:
+        pass
+
+    def cat_file(self, path: str, end: int) -> bytes:
+        if not self.files[path]:
+            raise OSError("[Errno 22] The requested range is not satisfiable")
+        return self.files[path][:end]
+
+    def size(self, path: str) -> int:
+        return len(self.files[path])
+
+    def ls(self, path: str, *, detail: bool) -> list[dict[str, Any]]:
+        if path == self.fails:
+            raise OSError("connection lost")
+        names = [name for name in self.files if name.startswith(f"{path}/")]
+        if not names:
+            raise FileNotFoundError(path)
+        inside = {f"{path}/{name[len(path) + 1 :].split('/')[0]}" for name in names}
+        types = {name: "file" if name in self.files else "directory" for name in inside}
+        return [{"name": n, "type": t, "size": len(self.files.get(n, b"")), "mtime": 5.0} for n, t in types.items()]
+
+    def find(self, path: str, *, detail: bool) -> dict[str, Any]:
+        """As `fsspec` has it: of folders that cannot be read it says nothing."""
+        found: dict[str, Any] = {}
+        with contextlib.suppress(OSError):
+            for info in self.ls(path, detail=True):
+                found |= {info["name"]: info} if info["type"] == "file" else self.find(info["name"], detail=True)
+        return found
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch) -> RemoteObjects:
+    core = SimpleNamespace(url_to_fs=lambda url: (BadFiles(), "root"))
+    monkeypatch.setitem(sys.modules, "fsspec", SimpleNamespace(core=core))
+    return RemoteObjects("sftp://host/root")
+
+
+def test_a_remote_folder_that_cannot_be_read_is_not_empty(remote: RemoteObjects) -> None:
+    """Else a server forgets its texts, and `prune` deletes blocks of heads that it does not see."""
+    assert [one.name for one in remote.list("heads/b")] == ["heads/b/none~00000001", "heads/b/one"]
+    assert remote.list("heads/a") == []
+    for prefix in ("heads/c", ""):
+        with pytest.raises(OSError, match="connection lost"):
+            remote.list(prefix)
+
+
+def test_a_remote_object_that_is_empty_is_read(remote: RemoteObjects) -> None:
+    """A head that lost its bytes is damaged. It must not stop the search as a store that fails does."""
+    assert (remote.get("heads/b/none~00000001"), remote.get("heads/b/one")) == (b"", b"1")
+    with pytest.raises(SnapshotError, match="does not match its checksum"):
+        SharedTexts(remote).read("b", "none", 1)
+
+
 def dangling(path: Path) -> None:
     path.symlink_to(path.parent / "nothing")
 
@@ -179,6 +242,7 @@ def test_links_and_pipes_are_no_objects(make: Callable[[Path], None], tmp_path: 
     assert texts.latest(head.begin) == {ID: 1}
     with pytest.raises(SnapshotError, match="has gone from the store"):
         texts.fetch(head, tmp_path / "in")
+    assert not FolderObjects(tmp_path / "store" / MODEL).create(f"blocks/{block.name}", b"1")
     result = CliRunner().invoke(main, ["store", "ls", "--json", str(tmp_path / "store")])
     assert ID in result.stdout
 
@@ -200,6 +264,28 @@ def test_a_text_larger_than_the_disk_is_not_fetched(
     assert [line for line in caplog.messages if "it is larger than the free" in line] == [caplog.messages[0]]
     assert head.name in objects.all
     store.close()
+
+
+def test_a_scratch_folder_that_the_system_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cleaner of the temporary folder takes that of a server that has been idle for days."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    objects, ended = MemoryObjects(), threading.Event()
+    publish(SharedTexts(objects), tmp_path / "out", TEXT)
+    store = store_of(objects, wake=ended.set)
+    (first,) = tmp_path.glob("kvflash-store-*")
+    shutil.rmtree(first)
+    assert store.search(np.append(TEXT, np.int32(1)), salt="", cached=0)
+    assert ended.wait(60)
+    assert store.collect()
+    assert store.counts.taken == 1
+    (second,) = tmp_path.glob("kvflash-store-*")
+    assert being_written(second / ".lock"), "others would take it for that of a dead process"
+    shutil.rmtree(second)
+    one = Conversation(tokens=TEXT + np.int32(1))
+    store.put(one, Parked(), 0.0)
+    assert store.store(one)
+    store.close()
+    assert list(tmp_path.glob("kvflash-store-*")) == []
 
 
 def test_a_listing_that_misses_a_text_does_not_erase_it(tmp_path: Path) -> None:

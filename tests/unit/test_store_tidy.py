@@ -128,7 +128,7 @@ def test_prune_by_bytes(store: Store) -> None:
 
 
 def test_prune_removes_remains(store: Store) -> None:
-    """Of a server that was killed: a replaced head, marks of it, an unfinished file, a damaged head."""
+    """Of a server that was killed: a replaced head, marks of it, unfinished files, what it tried, a damaged head."""
     base = store.publish(TEXT)
     (place,) = store.files(f"{base.id}~00000001")
     (marks,) = store.files(f"{base.id}~00000001~*")
@@ -136,13 +136,15 @@ def test_prune_removes_remains(store: Store) -> None:
     head = store.publish(np.append(TEXT, np.int32(1)), base)
     place.write_bytes(kept)
     marks.touch()
-    part = store.folder / "store" / MODEL / "blocks" / ".x.0123.part"
-    part.touch()
+    root, probe = store.folder / "store" / MODEL, "probe-0123456789abcdef"
+    left = [root / "blocks" / ".x.0123.part", root / probe, root / f".{probe}.01234567.part"]
+    for path in left:
+        path.touch()
     store.run("prune")
-    assert place.exists()
+    assert all(path.exists() for path in (place, marks, *left))
     store.age(2 * GRACE_S)
     store.run("prune")
-    assert not any(path.exists() for path in (place, marks, part))
+    assert not any(path.exists() for path in (place, marks, *left))
     assert store.whole(head)
     damaged = store.files(f"{head.id}~00000002")[0]
     damaged.write_bytes(b"half")
