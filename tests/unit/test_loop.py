@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvflash_ggml.errors import DecodeError, DraftError
+from kvflash_ggml.spec import asked
 from kvflash_ggml.spec.asked import AGAIN, MAX_BAD, UNASKED, WARM, AskedDrafter
 from kvflash_ggml.spec.base import Features
 from kvflash_ggml.spec.decision import Controller, Controls, Fixed
@@ -591,20 +592,22 @@ class Remembers(Drafts):
     wants = Features((1,))
 
     def state(self) -> Any:
-        return SimpleNamespace(text=self.text.copy(), length=len(self.text), origin=SimpleNamespace(name=self.name))
+        text = self.text.copy()
+        return SimpleNamespace(text=text, length=len(text), size=len(text), origin=SimpleNamespace(name=self.name))
 
     def load(self, saved: Any) -> None:
         assert self.text == []
         self.text = saved.text.copy()
 
 
-def shared() -> tuple[Remembers, list[Speculator], Callable[[int, int], list[int] | None]]:
-    """A lone drafter, two texts that share it, and what takes a step of one at a position."""
+def shared(count: int = 2) -> tuple[Remembers, list[Speculator], Callable[..., list[int] | None]]:
+    """A lone drafter, texts that share it, and what takes a step of one at a position."""
     drafter, features = Remembers(tokens(1, 2, 3), "lone"), Rows()
     features.rows = np.zeros((40, 2), np.float32)
     lone = AskedDrafter(drafter, lone=True)
-    texts = [make(lone, features=features) for _ in range(2)]
-    texts[1].lend("drafting for another text")
+    texts = [make(lone, features=features) for _ in range(count)]
+    for text in texts[1:]:
+        text.lend("drafting for another text")
 
     def step(at: int, count: int, one: int = 0) -> list[int] | None:
         got = drafted(texts[one], Text(np.arange(at, dtype=np.int32)))
@@ -615,8 +618,29 @@ def shared() -> tuple[Remembers, list[Speculator], Callable[[int, int], list[int
 
 
 def lend(texts: list[Speculator], to: int) -> None:
-    texts[1 - to].lend("drafting for another text")
+    for text in texts:
+        if text is not texts[to]:
+            text.lend("drafting for another text")
     texts[to].lend(None)
+
+
+def test_a_lone_drafter_keeps_a_bounded_amount_for_texts_that_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest states go first, whether they were left here or come with a text."""
+    monkeypatch.setattr(asked, "MAX_KEPT", 70)
+    drafter, texts, step = shared(4)
+    for at in range(4):
+        lend(texts, at)
+        step(0, 30, at)
+    assert [len(text.state()) for text in texts] == [0, 1, 1, 1], "two are kept, and one is at work"
+    (saved,) = texts[1].state()
+    texts[0].load([saved], ids(*range(30)))
+    assert [len(text.state()) for text in texts] == [1, 0, 1, 1]
+    lend(texts, 2)
+    assert drafter.text == [*range(30)]
+    assert [len(text.state()) for text in texts] == [1, 0, 1, 1]
+    saved.size = 71
+    texts[1].load([saved], ids(*range(30)))
+    assert [len(text.state()) for text in texts] == [1, 0, 1, 1], "one that is too large displaces no other"
 
 
 def test_a_lone_drafter_that_comes_back_goes_on() -> None:
