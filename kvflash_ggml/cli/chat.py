@@ -118,7 +118,7 @@ class Chat:
     def _say(self, text: str) -> None:
         try:
             content = with_media(self._media, "\n\n".join([*self._documents, text]))
-        except OSError as error:
+        except (OSError, ValueError) as error:
             click.secho(f"Error: {in_words(error)}", err=True, fg="red")
             return
         finally:

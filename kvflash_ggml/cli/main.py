@@ -59,6 +59,13 @@ class Imported(Mapping[str, click.Command]):
 class Verbs(click.Group):
     """Ctrl-C ends with its usual exit code and no traceback."""
 
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **extra)
+        except KeyboardInterrupt:  # while it imports a verb
+            click.echo(err=True)
+            raise click.exceptions.Exit(INTERRUPTED) from None
+
     def invoke(self, ctx: click.Context) -> Any:
         if is_dumb():
             ctx.color = False

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import click
 
-from .. import notation
+from .. import notation, system
 from ..config import REPAIR, KVFlashConfig, PoolSettings, PrefixCache, SpecConfig
 from ..constants import KV_TYPES, MAX_CONTEXT, MAX_THREADS
 from ..errors import ConfigError
@@ -25,7 +25,7 @@ from ..sampling import Samplers
 from ..settings import in_section, setting, settings
 from .child import check_first_run
 from .rope import RopeOptions
-from .sections import collected, option
+from .sections import ON_OFF, collected, option
 
 _model = in_section("Model")
 _sampling = in_section("Sampling")
@@ -108,7 +108,7 @@ class ContextOptions:
         int, "-ub", least=1, most=MAX_CONTEXT, help="Tokens of one step.  [default: 512, or what --fit finds]"
     )
     threads_batch: int | None = _model(
-        int, "-tb", least=1, most=MAX_THREADS, help="CPU threads that read a prompt.  [default: as -t]"
+        int, "-tb", least=-1, most=MAX_THREADS, help="CPU threads that read a prompt.  [default: as -t]"
     )
     cache_type_k: str | None = _model(
         tuple(KV_TYPES), "-ctk", metavar="TYPE",
@@ -129,7 +129,9 @@ class WeightOptions:
         read_layers, "-ngl", "--n-gpu-layers", "--gpu-layers", default="auto", metavar="N|auto|all",
         help="Layers on the GPU; auto is what --fit finds, or all, or 0 without a GPU.",
     )  # fmt: skip
-    threads: int | None = _model(int, "-t", least=1, most=MAX_THREADS, help="CPU threads.  [default: half of them]")
+    threads: int | None = _model(
+        int, "-t", least=-1, most=MAX_THREADS, help="CPU threads; -1: all.  [default: half of them]"
+    )
     rpc: str | None = _model(
         word, metavar="HOST:PORT,...",
         help="Use the devices of these servers (kvflash-run rpc serve) before those of this machine.",
@@ -163,8 +165,8 @@ class WeightOptions:
             use_extra_bufts=None if self.repack else False,
             use_mmap=None if self.mmap else False,
             use_mlock=self.mlock or None,
-            n_threads=self.threads,
-            n_threads_batch=self.threads,
+            n_threads=_threads(self.threads),
+            n_threads_batch=_threads(self.threads),
             rpc=self.rpc,
             rpc_trust=None if self.rpc is None else self.rpc_trust,
             kv_overrides=dict(self.override_kv) or None,
@@ -196,11 +198,16 @@ class ModelOptions(WeightOptions, RopeOptions, ContextOptions):
             flash_attn=self.flash_attn != "off",
             n_batch=self.batch_size,
             n_ubatch=self.ubatch_size,
-            n_threads_batch=self.threads_batch,
+            n_threads_batch=_threads(self.threads_batch),
             type_k=None if self.cache_type_k is None else KV_TYPES[self.cache_type_k],
             type_v=None if self.cache_type_v is None else KV_TYPES[self.cache_type_v],
             mmproj=self.mmproj,
         )
+
+
+def _threads(asked: int | None) -> int | None:
+    """Return a number of threads as llama.cpp reads it: all cores for 0 or less."""
+    return system.cores() if asked is not None and asked < 1 else asked
 
 
 def _given(**keywords: Any) -> dict[str, Any]:
@@ -433,7 +440,7 @@ class DeviceOptions:
         help="Keep the experts of N layers in host memory: layers of the CPU, then the first layers of each device.",
     )  # fmt: skip
     fit: bool | None = _device(
-        bool, "-fit/-no-fit", "--fit/--no-fit",
+        bool, "-fit/-no-fit", "--fit/--no-fit", metavar=ON_OFF,
         help="Before loading, choose what you left open so that it fits: layers, experts, pool, -ub, -ctk and -ctv."
         "  [default: with -ngl auto and a GPU, or --fit-target]",
     )  # fmt: skip

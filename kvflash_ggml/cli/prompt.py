@@ -5,18 +5,29 @@ from __future__ import annotations
 import base64
 import io
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
 
+from ..errors import ConfigError
 from ..media.files import is_sound
 from .hub import HubModel
 from .terminal import stdin_is_terminal
 
 STDIN = Path("-")
+
+MOST_TEXT = 64 << 20
+"""Bytes of a text, about 16 million tokens. What has no end, as /dev/zero, would take all memory."""
+
+MOST_MEDIA = 512 << 20
+"""Bytes of an image or a sound; ten minutes of WAV have at most 460 million."""
+
+
+_ENDS = re.compile("\r\n?")
 
 
 def model_and_words(
@@ -73,11 +84,23 @@ def _joined(texts: Iterable[str]) -> str:
 
 
 def read_text(path: Path) -> str:
-    """A file's text. Raises ValueError if it is not UTF-8."""
+    """A file's text. Raises ValueError if it is not UTF-8, or has more than MOST_TEXT bytes."""
+    with path.open("rb") as file:
+        return _text(file, str(path))
+
+
+def _text(file: BinaryIO, name: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return _ENDS.sub("\n", _bounded(file, name, MOST_TEXT).decode())
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from error
+        raise ValueError(f"{name} is not UTF-8 text (byte {error.start})") from error
+
+
+def _bounded(file: BinaryIO, name: str, most: int) -> bytes:
+    data = file.read(most + 1)
+    if len(data) > most:
+        raise ConfigError(f"{name} has more than {most >> 20} MiB, and no more is read: give a smaller file")
+    return data
 
 
 def with_media(files: Sequence[Path], text: str) -> str | list[dict[str, Any]]:
@@ -86,7 +109,8 @@ def with_media(files: Sequence[Path], text: str) -> str | list[dict[str, Any]]:
         return text
     parts: list[dict[str, Any]] = []
     for file in files:
-        data = file.read_bytes()
+        with file.open("rb") as opened:
+            data = _bounded(opened, str(file), MOST_MEDIA)
         coded = base64.b64encode(data).decode()
         if is_sound(data):
             parts.append({"type": "input_audio", "input_audio": {"data": coded}})
@@ -110,9 +134,6 @@ def as_typed(words: str | None, what: str) -> str | None:
 def _read_stdin() -> str:
     if sys.stdin is None:  # closed by the caller
         return ""
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # as files are read, whatever the locale says
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"stdin is not UTF-8 text (byte {error.start})") from error
+    if isinstance(sys.stdin, io.TextIOWrapper):  # as files are read, whatever the locale says
+        return _text(sys.stdin.buffer, "stdin")
+    return sys.stdin.read()

@@ -22,6 +22,10 @@ F = TypeVar("F", bound=Function)
 HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 """`context_settings` of every verb."""
 
+SWITCHES = ("on", "off")
+ON_OFF = "|".join(SWITCHES)
+"""The metavar of a flag that may have one of these words behind it, as in llama.cpp."""
+
 _EVERYTHING = f"{__name__}.everything"
 
 
@@ -72,7 +76,7 @@ class SectionCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click does, with a warning for a value that a later one replaces."""
         if not ctx.resilient_parsing:
-            self._refuse_joined(ctx, args)
+            args = self._words(ctx, args)
         given = Counter(self.make_parser(ctx).parse_args(args=[*args])[2]) if not ctx.resilient_parsing else {}
         for param, count in given.items():
             if count > 1 and isinstance(param, click.Option) and not (param.multiple or param.is_flag):
@@ -80,20 +84,30 @@ class SectionCommand(click.Command):
                 note(f"warning: {names} is given {count} times, and only the last one counts: leave out the others")
         return super().parse_args(ctx, args)
 
-    def _refuse_joined(self, ctx: click.Context, args: list[str]) -> None:
-        """Raise NoSuchOption for a word such as -xyz, whose end click would take for the text of -x."""
+    def _words(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Return the words as click takes them: llama.cpp's `-fit off` becomes `-no-fit`.
+
+        Raise NoSuchOption for a word such as -xyz, whose end click would take for the text of -x.
+        """
         options = (param for param in self.params if isinstance(param, click.Option))
         named = {name: one for one in options for name in (*one.opts, *one.secondary_opts)}
         before: click.Option | None = None
-        for word in args:
+        words: list[str] = []
+        for i, word in enumerate(args):
             if word == "--":
-                return
+                return [*words, *args[i:]]
+            if before is not None and before.metavar == ON_OFF and words[-1] in before.opts and word in SWITCHES:
+                words[-1] = (before.opts, before.secondary_opts)[SWITCHES.index(word)][0]
+                before = None
+                continue
+            words.append(word)
             if before is not None and not before.is_flag:
                 before = None  # the word is its value
                 continue
             before, first = named.get(word), named.get(word[:2])
             if before is None and first is not None and not first.is_flag and re.fullmatch(r"-[a-zA-Z]{2,}", word):
                 raise click.NoSuchOption(word, ctx=ctx)
+        return words
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -234,7 +248,7 @@ def _attributes(field: str, one: Setting) -> dict[str, Any]:
     found["default"] = None if one.many else one.default
     if one.kind is bool:
         pair = any("/" in flag for flag in one.flags)
-        return found if pair else {**found, "is_flag": True}
+        return {**found, "metavar": one.metavar} if pair else {**found, "is_flag": True}
     found |= {"type": _type(one), "metavar": one.metavar or _METAVARS.get(one.kind), "multiple": one.many}
     return {**found, "show_default": one.shown and one.default is not None and not one.many}
 

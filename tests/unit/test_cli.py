@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.fake_llama import BANNER, REPLY, FakeLlama, Stage, interrupt_at, staged, stats
 
-from kvflash_ggml import logs
+from kvflash_ggml import logs, system
 from kvflash_ggml.cli import chat, model, prompt, report, run
 from kvflash_ggml.cli.options import SamplingOptions
 from kvflash_ggml.config import Fit, KVFlashConfig, PrefixCache
@@ -169,6 +169,23 @@ def test_all_layers_when_there_is_a_gpu_and_nothing_is_fitted(cli: Stage, monkey
     cli("m.gguf", "hi", "--no-fit")
     assert cli.settings["n_gpu_layers"] == -1
     assert "fit" not in cli.settings
+
+
+def test_fit_takes_llama_cpps_words(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "supports_gpu_offload", lambda: True)
+    for name in ("-fit", "--fit"):
+        assert cli("-m", "m.gguf", name, "off", "hi").exit_code == 0
+        assert "fit" not in cli.settings
+        assert cli("-m", "m.gguf", "-ngl", "5", name, "on", "-p", "off").exit_code == 0
+        assert cli.settings["fit"] == Fit()
+        assert cli.request == [user("off")]
+
+
+def test_threads_below_one_are_all_cores(cli: Stage) -> None:
+    cli("m.gguf", "hi", "-t", "-1", "-tb", "0")
+    assert cli.settings["n_threads"] == cli.settings["n_threads_batch"] == system.cores()
+    cli("m.gguf", "hi", "-t", "-1", "-tb", "2")
+    assert (cli.settings["n_threads"], cli.settings["n_threads_batch"]) == (system.cores(), 2)
 
 
 def test_with_a_gpu_what_is_not_given_is_fitted(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,6 +480,28 @@ def test_no_prompt_at_all(cli: Stage) -> None:
     assert cli("m.gguf").exit_code == 2
     assert cli("m.gguf", "  ").exit_code == 2
     assert "which model?" in cli("-p", "hi").stderr
+
+
+def test_a_text_without_an_end(cli: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /dev/zero, which would take all memory."""
+    file = tmp_path / "x"
+    file.write_bytes(b"x" * ((1 << 20) + 1))
+    for name in ("MOST_TEXT", "MOST_MEDIA"):
+        monkeypatch.setattr(prompt, name, 1 << 20)
+    for ask, stdin in (
+        (["-f", file], ""),
+        (["hi"], file.read_text()),
+        (["hi", "--image", file, "--mmproj", file], ""),
+        (["-cnv"], f"/read {file}\n"),
+        (["-cnv", "--mmproj", file], f"/image {file}\nhi\n"),
+    ):
+        result = cli("m.gguf", *ask, stdin=stdin)
+        name = "stdin" if ask == ["hi"] else file
+        assert f"{name} has more than 1 MiB, and no more is read: give a smaller file" in result.stderr
+        assert not cli.made or not cli.made[-1].requests
+    file.write_bytes(b"x\r\n" + b"y\r" * 9)
+    cli("m.gguf", "-f", file)
+    assert cli.request == [user("x\n" + "y\n" * 8 + "y")]
 
 
 def test_a_file_that_is_not_text(cli: Stage, tmp_path: Path) -> None:

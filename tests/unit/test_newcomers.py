@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import runpy
+import subprocess
 import sys
 import termios
 from collections.abc import Iterator
@@ -54,6 +55,27 @@ def test_python_m(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         runpy.run_module("kvflash_ggml", run_name="__main__")
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith("kvflash-run ")
+
+
+INTERRUPTED = """
+import sys
+import kvflash_ggml
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "kvflash_ggml.cli." + sys.argv[1]:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Finder())
+from kvflash_ggml.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("module", ["main", "run", "serve"])
+def test_ctrl_c_while_it_imports(module: str) -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, module, "m.gguf"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "")
 
 
 @pytest.mark.parametrize(
