@@ -50,7 +50,12 @@ def replacing(
     if _is_special(path):
         raise OSError(errno.EINVAL, "it is a pipe or a device", str(path))
     part = path.parent / f".{path.name}.{secrets.token_hex(4)}{PART}"
-    with part.open("xb") as file:
+    try:
+        opened = part.open("xb")
+    except OSError as error:
+        error.filename = str(path)  # the name that was asked for
+        raise
+    with opened as file:
         with contextlib.suppress(OSError):  # tells whoever tidies up that it is not abandoned
             system.try_lock(file.fileno())
         try:

@@ -37,6 +37,12 @@ def test_what_was_there_stays_until_the_new_one_is_complete(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as raised:
+        write_atomically(tmp_path / "missing" / "file.html", "text")
+    assert raised.value.filename == str(tmp_path / "missing" / "file.html")
+
+
 @pytest.mark.parametrize("sync", [True, False])
 def test_nobody_waits_for_the_disk_who_need_not(sync: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[int] = []
