@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,3 +29,14 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
     n = min(len(a), len(b))
     differs = np.flatnonzero(a[:n] != b[:n])
     return int(differs[0]) if len(differs) else n
+
+
+def numbers(tokens: Sequence[int] | Int64s) -> Int64s:
+    """Return tokens as int64. TypeError for anything but a row of whole numbers: nothing is rounded."""
+    try:
+        found = np.asarray(tokens) if len(tokens) else np.empty(0, np.int64)
+    except ValueError as err:  # lists of several lengths
+        raise TypeError(f"tokens are whole numbers in a row: {err}") from err
+    if found.ndim != 1:
+        raise TypeError(f"tokens are whole numbers in a row, not in {found.ndim} dimensions: give one text at a time")
+    return found.astype(np.int64, casting="same_kind", copy=False)

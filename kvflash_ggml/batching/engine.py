@@ -11,7 +11,7 @@ from itertools import count, islice
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite
+from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite, brief
 from . import llama
 from .messages import CONTEXT, INVALID, NUMERICAL, Event, Failed, Finished, Piece, Request, Sampling, Started, Usage
 from .scheduler import Limits, Scheduler
@@ -119,7 +119,10 @@ class Engine:
         Prompts are taken as slots become free, so they may be a generator. progress: called on this thread with the
         number of a prompt, from 0 on, and its answer, in the order in which the answers end. An answer that fails says
         why, and the others go on. After Ctrl-C, and after an error of `progress`, all answers that run are cancelled.
+        ConfigError for a single text.
         """
+        if isinstance(prompts, (str, bytes)):  # each letter would be a prompt
+            raise ConfigError(f"prompts={brief(repr(prompts))}: it is one prompt: put it in a list")
         ended: queue.SimpleQueue[tuple[int, Completion]] = queue.SimpleQueue()
         waiting, running, done = enumerate(prompts), dict[int, str](), dict[int, Completion]()
         max_running = AHEAD * len(self._scheduler.slots)
@@ -149,18 +152,22 @@ class Engine:
     def _request(
         self, id: str, prompt: str | Sequence[int], sampling: Sampling | None, max_tokens: int, stop: Sequence[str]
     ) -> Request:
-        """ConfigError for a prompt without tokens, or with some that the model does not have, and for a wrong value."""
+        """ConfigError for a prompt that is none or has no tokens or unknown ones, and for another wrong value."""
         if not isinstance(max_tokens, int) or max_tokens < 1:
             raise ConfigError(f"max_tokens={max_tokens!r}: a whole number of tokens, at least 1")
         if not isinstance(sampling, Sampling | None):
             raise ConfigError(f"sampling={sampling!r}: a Sampling, or None")
         if isinstance(prompt, str):
             prompt = self._llm.tokenize(prompt.encode("utf-8", "replace"), special=True)
-        if not len(prompt):
+        try:
+            tokens = self._llm._reader.known(prompt)
+        except TypeError as err:
+            raise ConfigError(f"the prompt {brief(repr(prompt))} is neither a text nor a list of tokens") from err
+        if not len(tokens):
             raise ConfigError("the prompt has no tokens, and this model puts none before it: give it at least one")
         return Request(
             id=id,
-            tokens=self._llm._reader.known(prompt),
+            tokens=tokens,
             max_tokens=max_tokens,
             sampling=Sampling() if sampling is None else sampling,
             stop=tuple(stop),

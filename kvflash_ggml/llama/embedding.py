@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,6 +127,18 @@ class Embedder:
                 f"no context of {params.n_ctx} tokens could be made for embeddings: lower --embedding-tokens"
             )
         return context
+
+
+def embed_checked(embed: Callable[..., Any]) -> Callable[..., Any]:
+    """Return upstream's `Llama.embed`, with a ConfigError for an empty list."""
+
+    @wraps(embed)
+    def call(llm: Any, input: str | list[str], *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(input, str) and not len(input):
+            raise ConfigError(f"embed({input!r}): there is no text in it: give at least one")
+        return embed(llm, input, *args, **kwargs)
+
+    return call
 
 
 def _bytes(needs: Iterable[Needs]) -> int:

@@ -21,7 +21,7 @@ from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
 from .. import policy, remote
-from ..arrays import common_prefix
+from ..arrays import common_prefix, numbers
 from ..config import KVFlashConfig, PrefixCache
 from ..drafter import model as drafter
 from ..errors import ConfigError, NotFinite
@@ -43,7 +43,7 @@ from .drafting import Drafting, device_bytes, loads_head, room, search
 from .generation import Generation, limited
 from .opening import open_pool, resize, speculator_of, with_sequences
 from .preview import Previews, previewed, previews_of
-from .reader import Reader, numbers
+from .reader import Reader
 from .samplers import chain_of
 from .saving import Saver
 from .stats import PoolStats
@@ -310,7 +310,7 @@ class Llama(llama_cpp.Llama):
         idx = kwargs.pop("idx", None)
         return self._reader.sample(self.n_tokens - 1 if idx is None else idx, *args, **kwargs)
 
-    embed = changing(llama_cpp.Llama.embed)
+    embed = changing(embedding.embed_checked(llama_cpp.Llama.embed))
 
     def _init_sampler(self, *, text: Any = None, **settings: Any) -> Any:  # type: ignore[override]
         text = self._input_ids if text is None else text

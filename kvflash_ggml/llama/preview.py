@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Int32s, Int64s
+from ..arrays import Int32s, Int64s, numbers
 from ..config import PrefixCache
 from ..errors import ConfigError
 
@@ -111,8 +111,6 @@ class Previews:
 
     def answer(self, make: Make, tokens: Sequence[int], reset: bool, settings: Mapping[str, Any]) -> Tokens:
         """Yield what `make` does, from a part of the prompt where that is less than half of what is to be read."""
-        from .reader import numbers  # here: ranking needs no llama_cpp
-
         llm, self._unread = self._llm, None
         if settings["grammar"] is not None:
             refuse("grammars and response formats")

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import Llama as Stock  # bound here: `install` puts our class in its place
 
-from ..arrays import Int32s, Int64s
+from ..arrays import Int32s, Int64s, numbers
 from ..errors import CLOSED, ConfigError, ContextFull, KVFlashError, NotFinite, SnapshotError
 from ..sequence import prefill
 from ..sequence.sequence import Sequence
@@ -287,10 +287,3 @@ class Reader:
             grown = np.empty((min(llm._n_ctx, max(rows, 2 * len(llm.scores))), llm._n_vocab), np.single)
             grown[: len(llm.scores)] = llm.scores
             llm.scores = grown
-
-
-def numbers(tokens: abc.Sequence[int] | Int64s) -> Int64s:
-    """Return tokens as int64. TypeError for anything but whole numbers: nothing is rounded."""
-    return (
-        np.asarray(tokens).astype(np.int64, casting="same_kind", copy=False) if len(tokens) else np.empty(0, np.int64)
-    )

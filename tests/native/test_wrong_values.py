@@ -67,6 +67,8 @@ def test_a_text_without_tokens_is_not_embedded(models: dict[str, Path]) -> None:
         for texts in ("", [""], ["a", ""]):
             with pytest.raises(ConfigError, match="a text has no tokens"):
                 llm.embed(texts)
+        with pytest.raises(ConfigError, match=r"embed\(\[\]\): there is no text in it"):
+            llm.embed([])
         assert llm.embed("a") == good
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.fake_model import FakeModel
 
+from kvflash_ggml.arrays import numbers
 from kvflash_ggml.batching import llama
 from kvflash_ggml.batching.engine import AHEAD, Completion, Engine
 from kvflash_ggml.batching.messages import Finished, Piece
@@ -26,7 +27,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
     def start(model: FakeModel) -> Engine:
         monkeypatch.setattr(llama, "LlamaModel", lambda llm: model)
-        reader = SimpleNamespace(known=lambda tokens: np.asarray(tokens, np.int32))
+        reader = SimpleNamespace(known=lambda tokens: numbers(tokens).astype(np.int32))
         llm: Any = SimpleNamespace(tokenize=lambda data, special: list(data), _reader=reader)
         made.append((Engine(llm), model))
         return made[-1][0]
@@ -69,6 +70,18 @@ def test_a_wrong_value_is_told_and_the_engine_goes_on(make: Make, settings: dict
     assert failed.error is not None
     assert failed.error.startswith(why)
     assert [one.text for one in engine.generate_many(["one"])] == ["to one"]
+
+
+def test_what_is_no_prompt_ends_nothing(make: Make) -> None:
+    engine = make(FakeModel(reply=echo))
+    for text in ("Once", b"Once"):
+        with pytest.raises(ConfigError, match="'Once': it is one prompt: put it in a list"):
+            engine.generate_many(text)
+    wrong: list[Any] = [5, b"bytes", None, [1.5], ["a"], [[1, 2]], [[1], [2, 3]]]
+    *failed, last = engine.generate_many([*wrong, "one"])
+    for prompt, one in zip(wrong, failed, strict=True):
+        assert one.error == f"the prompt {prompt!r} is neither a text nor a list of tokens"
+    assert last.text == "to one"
 
 
 def test_a_limit_and_a_stop(make: Make) -> None:
