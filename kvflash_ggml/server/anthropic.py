@@ -32,7 +32,7 @@ _REASONS = {"length": "max_tokens", "stop": "end_turn"}
 class MessagesRequest(TranslatedRequest):
     """A request for an answer, or for its tokens to be counted."""
 
-    messages: Objects
+    messages: Annotated[Objects, Field(min_length=1)]
     system: Any = None
     max_tokens: int = Field(-1, ge=-1)
     stop_sequences: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()

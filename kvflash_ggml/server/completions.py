@@ -12,7 +12,7 @@ from ..batching.messages import Event, Finished, Logprob, Piece, Request, Starte
 from .errors import ApiError, invalid
 from .exchange import DONE, ChoiceAnswer, frame
 from .front import Front, several
-from .schema import MAX_ANSWERS, CompletionRequest
+from .schema import MAX_ANSWERS, CompletionRequest, RawRequest
 from .usage import heading, marked, usage
 
 
@@ -22,11 +22,7 @@ async def completions(front: Front, http: HttpRequest) -> Response:
         raise ApiError(501, "best_of is not supported: leave it out", param="best_of")
     if asked.echo and asked.logprobs is not None:
         raise ApiError(501, "logprobs of the prompt are not kept: leave out echo or logprobs", param="echo")
-    prompts = asked.prompt if isinstance(asked.prompt, list) and not _is_tokens(asked.prompt) else [asked.prompt]
-    each = asked.n or 1
-    if len(prompts) * each > MAX_ANSWERS:
-        message = f"{len(prompts)} prompts with {each} answers each: {MAX_ANSWERS} answers at most in one request"
-        raise invalid("prompt", message)
+    each, prompts = asked.n or 1, prompts_of(asked)
     grammar = await front.format_grammar(http, asked)
     requests: list[Request] = []
     answers: list[TextAnswer] = []
@@ -42,8 +38,15 @@ async def completions(front: Front, http: HttpRequest) -> Response:
     return await front.respond(http, requests, answers, each=each, stream=asked.stream)
 
 
-def _is_tokens(prompt: list[Any]) -> bool:
-    return not prompt or isinstance(prompt[0], int)
+def prompts_of(asked: CompletionRequest | RawRequest) -> Sequence[str | list[int]]:
+    """The prompts of a request: one, or those of a list. ApiError if it asks for more than MAX_ANSWERS answers."""
+    given, each = asked.prompt, asked.n or 1
+    one = isinstance(given, str) or not given or isinstance(given[0], int)
+    prompts: list[Any] = [given] if one else [*given]
+    if len(prompts) * each > MAX_ANSWERS:
+        message = f"{len(prompts)} prompts with {each} answers each: {MAX_ANSWERS} answers at most in one request"
+        raise invalid("prompt", message)
+    return prompts
 
 
 def _text(front: Front, tokens: list[int]) -> str:

@@ -61,7 +61,7 @@ class Answer(ABC):
     def choice(self, finished: Finished) -> dict[str, Any]:
         """Return this answer. Called once."""
 
-    def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> dict[str, Any]:
+    def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> Any:
         """Return the value of all answers of the request; finished: of all of them together."""
         return {**choices[0], **self._report(finished)}
 
@@ -369,7 +369,7 @@ async def collected(exchanges: Sequence[Exchange], answers: Sequence[Answer]) ->
     return ended
 
 
-def whole(answers: Sequence[Answer], ended: Sequence[Finished], *, each: int) -> dict[str, Any]:
+def whole(answers: Sequence[Answer], ended: Sequence[Finished], *, each: int) -> Any:
     """Return all answers as one value. each: answers to a prompt."""
     choices = [answer.choice(end) for answer, end in zip(answers, ended, strict=True)]
     return answers[0].whole(choices, together(ended, each=each))

@@ -18,8 +18,6 @@ from .settings import LOOPBACK, ServerSettings
 
 logger = logging.getLogger("kvflash_ggml")
 
-_HEADERS = "anthropic-beta, anthropic-version, authorization, content-type, x-api-key"
-
 OPEN_PATHS = frozenset(("/health", "/v1/health", "/", "/favicon.ico"))
 """Answered without a key, and to pages of any origin."""
 
@@ -55,6 +53,7 @@ class Guard:
                 out["X-Content-Type-Options"] = "nosniff"
                 if allowed and origin is not None:
                     out["Access-Control-Allow-Origin"] = origin
+                    out["Access-Control-Expose-Headers"] = "*"
                     out.add_vary_header("Origin")
             await send(message)
 
@@ -154,7 +153,8 @@ class Guard:
             status_code=204,
             headers={
                 "Access-Control-Allow-Methods": "GET, POST, DELETE",
-                "Access-Control-Allow-Headers": _HEADERS,
+                # OpenAI's and Anthropic's clients send a dozen of their own; "*" would leave Authorization out
+                "Access-Control-Allow-Headers": headers.get("access-control-request-headers", ""),
                 "Access-Control-Max-Age": "600",
             },
         )

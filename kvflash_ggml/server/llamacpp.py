@@ -13,10 +13,10 @@ from ..batching.messages import Access, Event, Finished, Logprob, Piece
 from ..batching.slot import Slot
 from ..errors import KVFlashError
 from .chat import render
-from .completions import check_gap, gap_tokens, known_tokens, prompt_tokens
+from .completions import check_gap, gap_tokens, known_tokens, prompt_tokens, prompts_of
 from .errors import ApiError, invalid
 from .exchange import Answer, dumps, frame
-from .front import Front
+from .front import Front, several
 from .schema import DetokenizeRequest, InfillRequest, RawRequest, TemplateRequest, TokenizeRequest
 from .usage import timings
 
@@ -124,10 +124,8 @@ def _templated(front: Front, asked: TemplateRequest) -> Response:
 
 async def completion(front: Front, http: HttpRequest) -> Response:
     asked: RawRequest = await front.asked(http, RawRequest)
-    if asked.n not in (None, 1):
-        message = f"n: {asked.n} answers in one request: use /v1/completions, or ask {asked.n} times"
-        raise ApiError(501, message, code="not_served", param="n")
-    return await _answered(front, http, asked, await front.work(http, prompt_tokens, front, asked.prompt))
+    prompts = [await front.work(http, prompt_tokens, front, prompt) for prompt in prompts_of(asked)]
+    return await _answered(front, http, asked, prompts)
 
 
 async def infill(front: Front, http: HttpRequest) -> Response:
@@ -144,29 +142,42 @@ async def infill(front: Front, http: HttpRequest) -> Response:
         begun=asked.prompt,
         most=front.settings.default_tokens if asked.n_predict < 0 else asked.n_predict,
     )
-    return await _answered(front, http, asked, tokens)
+    return await _answered(front, http, asked, [tokens])
 
 
-async def _answered(front: Front, http: HttpRequest, asked: RawRequest | InfillRequest, tokens: list[int]) -> Response:
-    grammar = await front.format_grammar(http, asked)
+async def _answered(
+    front: Front, http: HttpRequest, asked: RawRequest | InfillRequest, prompts: Sequence[list[int]]
+) -> Response:
+    grammar, each = await front.format_grammar(http, asked), asked.n or 1
     length, logprobs = asked.n_predict, asked.n_probs or None
-    request = front.make(http, asked, tokens, kind="raw", max_tokens=length, logprobs=logprobs, grammar=grammar)
-    return await front.respond(http, [request], [RawAnswer(front.settings.alias, asked)], each=1, stream=asked.stream)
+    requests = [
+        one
+        for tokens in prompts
+        for one in several(
+            front.make(http, asked, tokens, kind="raw", max_tokens=length, logprobs=logprobs, grammar=grammar), each
+        )
+    ]
+    answers = [RawAnswer(front.settings.alias, asked, index=i) for i in range(len(requests))]
+    return await front.respond(http, requests, answers, each=each, stream=asked.stream)
 
 
 class RawAnswer(Answer):
     """Events in llama-server's own shape."""
 
-    def __init__(self, alias: str, asked: RawRequest | InfillRequest) -> None:
+    def __init__(self, alias: str, asked: RawRequest | InfillRequest, *, index: int) -> None:
         super().__init__(asked)
-        self._alias = alias
+        self._alias, self._index = alias, index
 
     def choice(self, finished: Finished) -> dict[str, Any]:
         return {**self._last(finished, "".join(self._text)), **self._told(self._logprobs)}
 
+    def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> Any:
+        return choices[0] if len(choices) == 1 else choices
+
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Piece):
-            yield frame({"index": 0, "content": event.text, "stop": False, "id_slot": 0, **self._told(event.logprobs)})
+            said = {"index": self._index, "content": event.text, "stop": False, "id_slot": 0}
+            yield frame({**said, **self._told(event.logprobs)})
         elif isinstance(event, Finished):
             yield frame(self._last(event, ""))
 
@@ -193,7 +204,7 @@ class RawAnswer(Answer):
         took = finished.usage
         kind = "limit" if finished.reason == "length" else "word" if finished.stop is not None else "eos"
         return {
-            "index": 0,
+            "index": self._index,
             "content": text,
             "tokens": list(finished.tokens) if self._asked.return_tokens else [],
             "id_slot": 0,

@@ -151,7 +151,7 @@ async def generate(front: Front, http: HttpRequest) -> Response:
     if asked.images:
         raise invalid("images", "images are part of a chat: leave out raw and suffix")
     raw = await front.work(http, _translated, front, http, RawRequest, asked, {"prompt": asked.prompt})
-    tokens = await front.work(http, prompt_tokens, front, raw.prompt, asked.suffix)
+    tokens = await front.work(http, prompt_tokens, front, asked.prompt, asked.suffix)
     grammar = await front.format_grammar(http, raw)
     request = front.make(http, raw, tokens, kind="gen", max_tokens=raw.n_predict, grammar=grammar)
     answer = OllamaAnswer(front.settings.alias, raw, AnswerReader(), generate=True)

@@ -105,10 +105,6 @@ def _prompt(value: Any, limit: int = MAX_ANSWERS) -> Any:
     return _tokens(value)
 
 
-def _one_prompt(value: Any) -> Any:
-    return value if isinstance(value, str) else _tokens(value)
-
-
 def _content(value: Any) -> Any:
     if value is None or isinstance(value, str):
         return value
@@ -137,6 +133,7 @@ def _in_place(messages: list[Message]) -> list[Message]:
 
 
 Tokens = Annotated[list[int], PlainValidator(_tokens)]
+Prompts = Annotated[str | list[int] | list[str] | list[list[int]], PlainValidator(_prompt)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Messages = Annotated[
     "list[Message]",
@@ -256,13 +253,13 @@ class _Sampled(_Known):
     logit_bias: Annotated[dict[str, float] | None, PlainValidator(_bias)] = None
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     cache_prompt: bool | None = None
-    id_slot: int | None = None
     ignore_eos: bool = False
     grammar: str | None = Field(None, max_length=256 << 10)
     json_schema: dict[str, Any] | None = Field(None, validation_alias=AliasChoices("json_schema", "guided_json"))
     response_format: ResponseFormat | None = None
     kvflash: PoolFields = PoolFields.model_construct()
-    # known to OpenAI's clients, without effect here
+    # known to other servers' clients, without effect here
+    id_slot: int | None = None
     user: str | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
@@ -323,7 +320,7 @@ class ChatRequest(_Sampled):
 
 
 class CompletionRequest(_Sampled):
-    prompt: Annotated[str | list[int] | list[str] | list[list[int]], PlainValidator(_prompt)]
+    prompt: Prompts
     max_tokens: int = Field(
         16, ge=-1, validation_alias=AliasChoices("max_completion_tokens", "n_predict", "max_tokens")
     )
@@ -342,13 +339,18 @@ class CompletionRequest(_Sampled):
         return given
 
 
-class RawRequest(_Sampled):
-    """llama-server's own `/completion`."""
+class _Raw(_Sampled):
+    """What requests of llama-server's own endpoints have."""
 
-    prompt: Annotated[str | list[int], PlainValidator(_one_prompt)]
     n_predict: int = Field(-1, ge=-1, validation_alias=AliasChoices("n_predict", "max_tokens", "max_completion_tokens"))
     n_probs: int = Field(0, ge=0, le=20)
     return_tokens: bool = False
+
+
+class RawRequest(_Raw):
+    """llama-server's own `/completion`."""
+
+    prompt: Prompts
 
 
 class TranslatedRequest(_Known):
@@ -369,16 +371,13 @@ class ExtraFile(_Known):
     filename: str = "tmp"
 
 
-class InfillRequest(_Sampled):
+class InfillRequest(_Raw):
     """llama-server's `/infill`: what stands between two texts."""
 
     input_prefix: str
     input_suffix: str
     input_extra: Annotated[list[ExtraFile], Field(fail_fast=True, max_length=1024)] = Field(default_factory=list)
     prompt: str = ""
-    n_predict: int = Field(-1, ge=-1, validation_alias=AliasChoices("n_predict", "max_tokens", "max_completion_tokens"))
-    n_probs: int = Field(0, ge=0, le=20)
-    return_tokens: bool = False
 
 
 class TokenizeRequest(_Known):

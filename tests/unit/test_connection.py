@@ -9,13 +9,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import pytest
 import uvicorn
 from support.fake_model import FakeModel, FakePrompts
 from uvicorn.server import ServerState
 
 from kvflash_ggml.batching.scheduler import Scheduler
 from kvflash_ggml.server.app import make_app
-from kvflash_ggml.server.connection import bounded
+from kvflash_ggml.server.connection import MAX_HEAD, bounded
 from kvflash_ggml.server.front import Front
 from kvflash_ggml.server.metrics import Metrics
 from kvflash_ggml.server.settings import ServerSettings
@@ -257,4 +258,39 @@ def test_a_client_that_reads_an_answer_slowly() -> None:
             status, body = await client.reply()
             assert (status, len(body["tokens"])) == (200, 4 << 20)
 
+    run(work)
+
+
+@pytest.mark.parametrize("reads", [(100 << 10,), (9 << 10, 9 << 10)])
+@pytest.mark.parametrize("before", [b"", HEALTH])
+def test_a_head_that_is_too_long(reads: tuple[int, ...], before: bytes) -> None:
+    """In one read or in several, and behind another request."""
+
+    async def work(connect: Any) -> None:
+        async with connect() as client:
+            begin, *others = (b"a" * size for size in reads)
+            await client.send(before + HEALTH[:-2] + b"X-Long: " + begin + b"\r\n\r\n" * (not others))
+            for more in others:
+                await asyncio.sleep(0.02)
+                await client.send(more)
+            if before:
+                assert (await client.reply())[0] == 200
+            status, body = await client.reply()
+            assert (status, body["error"]["code"]) == (431, "head")
+            assert "16384 bytes" in body["error"]["message"]
+
+    run(work)
+
+
+def test_a_head_that_has_the_most_bytes() -> None:
+    head = HEALTH[:-2] + b"X-Long: %s\r\n\r\n"
+    head %= b"a" * (MAX_HEAD - len(head) + 2)
+
+    async def work(connect: Any) -> None:
+        async with connect() as client:
+            await client.send(head + HEALTH)
+            for _ in range(2):
+                assert (await client.reply())[0] == 200
+
+    assert len(head) == MAX_HEAD
     run(work)

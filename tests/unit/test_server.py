@@ -178,7 +178,6 @@ def test_several_prompts() -> None:
 
 
 def test_llama_servers_own_shape() -> None:
-    assert Server().post("/completion", {"prompt": "hello", "n": 2}).status == 501
     data = {"prompt": "hello", "n_predict": 30, "stop": ["swe"], "return_tokens": True}
     reply = Server().post("/completion", data)
     assert reply.json["content"] == "an an"
@@ -186,6 +185,20 @@ def test_llama_servers_own_shape() -> None:
     frames = Server().post("/completion", {**data, "stream": True}).frames
     assert "".join(frame["content"] for frame in frames) == "an an"
     assert frames[-1]["stop"] is True
+
+
+@pytest.mark.parametrize(
+    "several", [{"prompt": ["one", "two"]}, {"prompt": [[1, 2, 3], [4, 5, 6]]}, {"prompt": "one", "n": 2}]
+)
+def test_several_answers_in_llama_servers_own_shape(several: dict[str, Any]) -> None:
+    reply = Server().post("/completion", {**several, "n_predict": 2})
+    found = [(one["index"], one["content"], one["tokens_evaluated"]) for one in reply.json]
+    assert found == [(0, "an", 3), (1, "an", 3)]
+    frames = Server().post("/completion", {**several, "n_predict": 2, "stream": True}).frames
+    for index in range(2):
+        assert "".join(frame["content"] for frame in frames if frame["index"] == index) == "an"
+    refused = Server().post("/completion", {**several, "n": 17})
+    assert (refused.status, "16" in refused.message) == (400, True)
 
 
 def test_logprobs() -> None:
@@ -458,16 +471,23 @@ def test_loopback_names(host: str) -> None:
 
 
 def test_origins() -> None:
+    asked = "authorization,content-type,x-stainless-lang,x-stainless-os"
+
     def preflight(origin: str) -> Reply:
         server = Server(cors=("https://good.example",))
         return server.run(  # type: ignore[no-any-return]
             lambda client: client.call(
-                "OPTIONS", "/v1/models", origin=origin, access_control_request_method="POST"
+                "OPTIONS",
+                "/v1/models",
+                origin=origin,
+                access_control_request_method="POST",
+                access_control_request_headers=asked,
             ).done()
         )
 
     good, bad = preflight("https://good.example"), preflight("https://evil.example")
     assert good.headers["access-control-allow-origin"] == "https://good.example"
+    assert good.headers["access-control-allow-headers"] == asked, "a client in a page sends headers of its own"
     assert (good.status, bad.status) == (204, 403)
     assert "access-control-allow-origin" not in bad.headers
     assert "access-control-allow-origin" not in Server().get("/v1/models", origin="https://x.example").headers

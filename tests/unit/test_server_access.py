@@ -301,7 +301,10 @@ def test_no_page_of_another_origin_is_answered(headers: dict[str, str], keys: tu
 @pytest.mark.parametrize("headers", LET_IN)
 def test_pages_that_may_ask(headers: dict[str, str]) -> None:
     server = Server(cors=("https://good.example",))
-    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, **headers).status == 200
+    reply = server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, **headers)
+    assert reply.status == 200
+    shown = reply.headers.get("access-control-expose-headers")
+    assert (shown == "*") is (headers.get("origin") == "https://good.example"), "as Retry-After, X-KVFlash-Ignored"
 
 
 def test_any_page_may_ask_where_all_are_allowed() -> None:

@@ -107,8 +107,15 @@ def test_fields_of_sampling_reach_the_model() -> None:
     assert request.id.startswith("msg-")
 
 
-def test_no_messages_are_a_question_without_words() -> None:
-    assert ask(messages=[]).status == 200
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_a_request_has_a_message(path: str) -> None:
+    reply = Server().post(path, {"model": "claude", "max_tokens": 9, "messages": []})
+    assert (reply.status, reply.json["error"]["type"]) == (400, "invalid_request_error")
+    assert reply.message.startswith("messages: ")
+
+
+def test_a_system_message_alone_is_a_question_without_words() -> None:
+    assert ask(messages=[{"role": "system", "content": "Be brief."}]).status == 200
 
 
 def test_what_was_known_is_told_apart() -> None:

@@ -35,6 +35,11 @@ def test_a_gap_in_a_file() -> None:
     assert prompt == b"\n\n--- snippet ---\n\nimport re\n\x01def f(x):\n    y\x02\n    return y\n\x03"
 
 
+def test_several_answers_for_a_gap() -> None:
+    reply, _ = ask("/infill", {**VIM, "n": 2}, PLAIN)
+    assert [(one["index"], one["content"]) for one in reply.json] == [(0, " = x"), (1, " = x")]
+
+
 def test_a_gap_in_a_repository() -> None:
     _, prompt = ask("/infill", VIM, REPOSITORY)
     head = b"\x04myproject\n\x05a.py\nimport re\n\x05filename\n"
