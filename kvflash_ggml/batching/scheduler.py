@@ -339,6 +339,8 @@ class Scheduler:
 
     def _begin(self, job: Job) -> None:
         request, now = job.request, self._clock()
+        # prompts that are to share a step, and whose texts can be copied once they are read
+        self._round([one for one in self._running if not one.answer.generated and one.slot.will_gain(request)])
         free = [slot for slot in self.slots if slot.request is None]
         # an empty one rather than one whose text somebody may go on with
         slot = max(free, key=lambda slot: (slot.gain(request), slot.conversation is None, -slot.used))

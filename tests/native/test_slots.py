@@ -26,10 +26,16 @@ SLOTS, SHARE, N_CTX, MOST = 4, 512, 4096, 24
 
 @contextmanager
 def served(
-    llama: Callable[..., Any], kind: str = "dense", *, slots: int = SLOTS, share: Any = "strict", **settings: Any
+    llama: Callable[..., Any],
+    kind: str = "dense",
+    *,
+    slots: int = SLOTS,
+    share: Any = "strict",
+    rows: int = 256,
+    **settings: Any,
 ) -> Iterator[Scheduler]:
     config = KVFlashConfig(pool=slots * SHARE, parallel=slots, pool_share=share, tau=16, **settings)
-    scheduler = Scheduler(LlamaModel(llama(kind, n_ctx=N_CTX, n_batch=256, n_ubatch=256, kvflash=config)))
+    scheduler = Scheduler(LlamaModel(llama(kind, n_ctx=N_CTX, n_batch=rows, n_ubatch=rows, kvflash=config)))
     try:
         yield scheduler
     finally:
@@ -184,6 +190,21 @@ def test_answers_to_one_prompt_read_it_once(kind: str, llama: Callable[..., Any]
             assert same(end.tokens, wanted)
             # a state can be gone on from where it was kept: at the last question's beginning
             assert number == 0 or end.usage.cached >= len(prompt) - (1 if kind == "dense" else 64)
+
+
+def test_answers_to_a_prompt_of_one_step_read_it_once(llama: Callable[..., Any], tokens: Tokens) -> None:
+    """The others wait for that step, which they could share; what is left of each of them shares the next one."""
+    prompt = tokens[:300].tolist()
+    (wanted,) = lone(llama, [prompt])
+    with served(llama, rows=640) as scheduler:
+        asked = [ask(scheduler, prompt, MOST, ignore_eos=True) for _ in range(SLOTS)]
+        scheduler.start()
+        ends = [one.wait() for one in asked]
+        assert scheduler.counts.forks == SLOTS - 1
+        for number, end in enumerate(ends):
+            assert isinstance(end, Finished)
+            assert same(end.tokens, wanted)
+            assert end.usage.cached == (len(prompt) - 1 if number else 0)
 
 
 def test_a_deterministic_batch_has_the_bits_of_a_lone_answer(llama: Callable[..., Any], tokens: Tokens) -> None:

@@ -155,7 +155,8 @@ class FakeModel:
         known = self.usable(tokens)
         self._cut(known)
         total = len(tokens) - known
-        if self.several and total <= self.short:
+        drawable = self.several and total <= self.short
+        if drawable:
             yield None
             shared = FakeStep(self, False, rows=total, reads=True)
             yield from self._waits(shared)
@@ -172,7 +173,9 @@ class FakeModel:
             progress(len(self.tokens) - known, total)
         self.rows = 1
         for token in [*self.reply(bytes(request.tokens.astype(np.uint8))), END][len(drawn) :]:
-            if self.several:
+            if drawable:
+                drawable = False  # the first one needs no step
+            elif self.several:
                 yield from self._waits(FakeStep(self, request.answer == "exact"))
             else:
                 self._step()

@@ -90,12 +90,12 @@ def short(count: int) -> list[list[int]]:
 
 
 def test_short_prompts_that_wait_together_share_a_step(make: Make) -> None:
-    """Three prompts and 40 tokens each take 41 steps of the engine, and not 43. A long one is read alone."""
+    """Three prompts and 40 tokens each take 40 steps of the engine, and not 42. A long one is read alone."""
     scheduler = make(FakeModel(parallel=SLOTS, reply=spelled, short=SHORT), begin=False)
     asked = [ask(scheduler, prompt, 40) for prompt in short(SLOTS)]
     scheduler.start()
     assert ends(asked) == [spelled(bytes(prompt))[:40].decode() for prompt in short(SLOTS)]
-    assert [len(step) for step in fake(scheduler).together] == [SLOTS] * 41
+    assert [len(step) for step in fake(scheduler).together] == [SLOTS] * 40
     assert len(fake(scheduler).deals) >= SLOTS
     long, others = ask(scheduler, text(300, 9), 4), [ask(scheduler, prompt[1:], 4) for prompt in short(2)]
     assert ends([long, *others]) == [
@@ -110,6 +110,18 @@ def test_a_step_of_prompts_is_no_larger_than_the_model_takes(make: Make) -> None
     scheduler.start()
     assert ends(asked) == [spelled(bytes(prompt))[:40].decode() for prompt in short(SLOTS)]
     assert [len(step) for step in model.together[:2]] == [2, SLOTS]
+
+
+@pytest.mark.parametrize("salt", ["", "mine"])
+def test_short_prompts_that_begin_alike_are_read_once(make: Make, salt: str) -> None:
+    """Those that wait are not to share a step with the one whose text they can have; not across keys."""
+    model = FakeModel(parallel=SLOTS, reply=spelled, short=400, prompt_rows=2000)
+    scheduler, prompt = make(model, begin=False), text(300)
+    asked = [ask(scheduler, prompt, 40, salt=salt * at) for at in range(SLOTS)]
+    scheduler.start()
+    assert ends(asked) == [spelled(bytes(prompt))[:40].decode()] * SLOTS
+    read = sum(slot.model.read_tokens for slot in scheduler.slots)  # type: ignore[attr-defined]
+    assert (read, scheduler.counts.forks) == ((900, 0) if salt else (302, SLOTS - 1))
 
 
 @pytest.mark.parametrize("error", [DecodeError("no"), HostMemoryError("full"), RuntimeError("odd"), NotFinite("nan")])
