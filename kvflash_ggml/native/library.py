@@ -69,7 +69,7 @@ def _load() -> None:
     libllama = libllama_path()
     folder = libllama.parent
     if "llama_cpp" in sys.modules:
-        _refuse_other_version(sys.modules["llama_cpp"].__version__)
+        _import_llama_cpp(libllama)  # another thread may be importing it still
     _refuse_foreign_library(libllama)
     # Always in this order: a libstdc++ that numpy brings is there before ours, as when the build was tried.
     import numpy  # noqa: F401
@@ -275,7 +275,8 @@ def _import_llama_cpp(libllama: Path) -> ModuleType:
     """Import llama_cpp, which our library is loaded for. Another version may fail to import for that alone."""
     try:
         module = _import("llama_cpp", libllama)
-    except LibraryError:
+        found = module.__version__  # what an uninstall left in its folder imports too, and has none
+    except (LibraryError, AttributeError):
         import importlib.metadata  # only here: it brings the email package, which takes 15 ms
 
         try:
@@ -284,7 +285,7 @@ def _import_llama_cpp(libllama: Path) -> ModuleType:
             found = None
         _refuse_other_version(found)
         raise
-    _refuse_other_version(module.__version__)
+    _refuse_other_version(found)
     return module
 
 

@@ -153,6 +153,31 @@ def test_another_llama_cpp_version_is_refused() -> None:
     assert f'CMAKE_ARGS="-DLLAMA_BUILD=OFF" pip install --no-cache-dir llama-cpp-python=={pin}' in (done.stderr)
 
 
+def test_what_an_uninstall_left_is_no_llama_cpp() -> None:
+    done = run(
+        "import importlib.metadata as m, sys, types\n"
+        "def version(name): raise m.PackageNotFoundError(name)\n"
+        "m.version, sys.modules['llama_cpp'] = version, types.ModuleType('llama_cpp')\n" + LOAD
+    )
+    assert "LibraryError: llama-cpp-python is not installed" in done.stderr
+
+
+def test_another_thread_may_be_importing_llama_cpp() -> None:
+    done = run(
+        "import sys, threading, time\nimport kvflash_ggml\n"
+        "threading.Thread(target=__import__, args=('llama_cpp',)).start()\n"
+        "while 'llama_cpp' not in sys.modules: time.sleep(0)\n"
+        "print(kvflash_ggml.Llama.__name__)\n"
+    )
+    assert (done.stdout, done.returncode) == ("Llama\n", 0), done.stderr
+
+
+def test_every_public_name_is_listed() -> None:
+    """Shells complete names of `dir`, where names that are imported when they are used do not stand by themselves."""
+    done = run("import kvflash_ggml as k, sys\nassert {*k.__all__} <= {*dir(k)}\nassert 'llama_cpp' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("breakage", "message"),
     [
