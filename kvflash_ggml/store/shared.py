@@ -465,12 +465,15 @@ class SharedTexts:
         """Delete a state with a missing or damaged block. OSError."""
         self._objects.delete(head.name)
 
-    def erase(self, begin: str, id: str) -> None:
-        """Forget a conversation. Its blocks go with the next `prune`. OSError."""
+    def erase(self, begin: str, id: str) -> int:
+        """Forget a conversation, and return its newest number. Its blocks go with the next `prune`. OSError."""
+        newest = 0
         for one in self._objects.list(f"heads/{begin}"):
             name = parse_name(one.name)
             if name is not None and name.id == id:
                 self._objects.delete(one.name)
+                newest = max(newest, name.number)
+        return newest
 
     def _wait(self, size: int) -> None:
         """Wait until so many bytes may be transferred, in turn with other threads."""

@@ -81,7 +81,8 @@ class SharedSwapStore(SwapStore):
         self._writing: dict[Conversation, tuple[Future[Head], SwappedText, Draft]] = {}
         self._next: dict[Conversation, SwappedText] = {}
         self._searches: dict[tuple[str, bytes], tuple[Int32s, Future[_Found]]] = {}
-        self._refused = set[str]()  # heads that cannot be used, and ids of conversations that were erased here
+        self._refused = set[str]()  # heads that cannot be used
+        self._erased: dict[str, int] = {}  # up to which number, of conversations that were erased here
         self._rests: dict[str, float] = {}  # until when, by what has failed: WRITE or SEARCH
         self.read_rate: float | None = None
         """Tokens per second of prompts; None before the first."""
@@ -291,7 +292,7 @@ class SharedSwapStore(SwapStore):
         other = not np.array_equal(swapped.tokens, head.tokens)
         if (
             other
-            or head.id in self._refused
+            or head.number <= self._erased.get(head.id, 0)
             or any(one.head is not None and one.head.number >= head.number for one in mine)
         ):
             swapped.release()
@@ -349,8 +350,8 @@ class SharedSwapStore(SwapStore):
         try:
             self._shared.undo()
             if head is not None:
-                self._shared.erase(head.begin, head.id)
-                self._refused.add(head.id)  # a search may be fetching it
+                newest = self._shared.erase(head.begin, head.id)
+                self._erased[head.id] = max(newest, head.number)  # a search may be fetching it
         except OSError as err:
             self._failed(WRITE, err)
             raise KVFlashError(f"{conversation.id} could not be erased from the store: {err}") from err

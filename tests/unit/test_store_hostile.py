@@ -339,6 +339,15 @@ def test_a_text_that_is_erased_while_it_is_fetched_does_not_come_back(tmp_path: 
     assert ended.wait(60)
     assert store.collect()
     assert len(store) == 0
+    assert one.head is None
+    head = publish(SharedTexts(objects), tmp_path / "out", TEXT)  # by a server that had it in a slot
+    head = publish(SharedTexts(objects), tmp_path / "out", TEXT, base=head)
+    publish(SharedTexts(objects), tmp_path / "out", TEXT, base=head)
+    ended.clear()
+    assert store.search(np.append(TEXT, np.int32(1)), salt="", cached=0)
+    assert ended.wait(60)
+    assert store.collect()
+    assert store.counts.taken == 1, "what is newer is not fetched in vain"
     store.close()
 
 
