@@ -405,7 +405,7 @@ class PrefixCache:
     def __post_init__(self) -> None:
         for name in ("disk_bytes", "memory_bytes", "least"):
             value = getattr(self, name)
-            if type(value) is not int or value < 0:
+            if not is_whole(value) or value < 0:
                 raise ConfigError(f"{name} must be a whole number of at least 0, not {value!r}")
         if self.folder is not None:
             object.__setattr__(self, "folder", Path(self.folder).absolute())  # the process may change its directory
@@ -427,8 +427,10 @@ class Fit:
     def __post_init__(self) -> None:
         margins = self.margin if isinstance(self.margin, Mapping) else {"": 0 if self.margin is None else self.margin}
         for what, sizes in (("margin", margins), ("free", self.free)):
+            if not isinstance(sizes, Mapping):
+                raise ConfigError(f"fit: {what} is a number of bytes for each device's name, not {sizes!r}")
             for name, size in sizes.items():
-                if not isinstance(size, int) or size < 0:
+                if not is_whole(size) or size < 0:
                     of = f" of {name}" if name else ""
                     raise ConfigError(f"fit: {what}{of} is a number of bytes, 0 or more, not {size!r}")
         if self.prefer not in ("pool", "exact"):

@@ -6,10 +6,11 @@ from dataclasses import FrozenInstanceError
 from typing import Any
 
 import click
+import numpy as np
 import pytest
 
 from kvflash_ggml import cli
-from kvflash_ggml.config import POOL_SETTINGS, KVFlashConfig, SpecConfig, keyword
+from kvflash_ggml.config import POOL_SETTINGS, Fit, KVFlashConfig, PrefixCache, SpecConfig, keyword
 from kvflash_ggml.constants import round_up
 from kvflash_ggml.errors import ConfigError, KVFlashError
 from kvflash_ggml.llama.keywords import PoolKeywords
@@ -60,6 +61,19 @@ def test_refused_by_name_and_value(name: str, value: Any) -> None:
     text = str(caught.value)
     assert name.removesuffix("s") in text
     assert repr(value[0] if name == "pins" else value) in text
+
+
+@pytest.mark.parametrize("fields", [{"free": 8 << 30}, {"margin": True}, {"margin": {"CUDA0": -1}}, {"prefer": "x"}])
+def test_what_fitting_is_asked_is_refused_by_name(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"fit: {next(iter(fields))}"):
+        Fit(**fields)
+
+
+def test_a_cache_takes_whole_numbers_of_numpy() -> None:
+    assert PrefixCache(least=np.int64(5)).least == 5  # type: ignore[arg-type]
+    for value in (-1, 1.5, True):
+        with pytest.raises(ConfigError, match=f"least must be a whole number of at least 0, not {value}"):
+            PrefixCache(least=value)  # type: ignore[arg-type]
 
 
 def test_a_pin_that_is_no_pair() -> None:
