@@ -328,7 +328,7 @@ class KVFlashConfig:
             raise ConfigError("deterministic_batch: tau adapts to the clock, and chunks with it: give a tau")
         if self.pool_share not in (None, "strict", "elastic"):
             raise ConfigError(f"pool_share is 'strict', 'elastic' or None, not {self.pool_share!r}")
-        if self.pool_share == "elastic" and (self.deterministic or self.deterministic_batch):
+        if self.pool_share == "elastic" and self.same_bits:
             name = "deterministic" if self.deterministic else "deterministic_batch"
             raise ConfigError(
                 f"{name}: with pool_share='elastic' others change what is resident: leave out one of them"
@@ -340,10 +340,14 @@ class KVFlashConfig:
         return MIN_SEQUENCES if self.parallel == "auto" else self.parallel
 
     @property
+    def same_bits(self) -> bool:
+        """Does no bit of an answer depend on the clock, or on what others ask?"""
+        return self.deterministic or self.deterministic_batch
+
+    @property
     def is_elastic(self) -> bool:
         """Can the shares of sequences change?"""
-        promised = self.deterministic or self.deterministic_batch
-        return self.sequences > 1 and (self.pool_share or ("strict" if promised else "elastic")) == "elastic"
+        return self.sequences > 1 and (self.pool_share or ("strict" if self.same_bits else "elastic")) == "elastic"
 
     @property
     def minimum_pool(self) -> int:

@@ -129,7 +129,7 @@ class LlamaModel:
 
     def limit_prompt_steps(self, rows: int | None) -> None:
         text = self._sequence
-        if not (text.config.deterministic or text.config.deterministic_batch):
+        if not text.config.same_bits:
             text.n_ubatch = min(text.pool.n_ubatch, rows or text.pool.n_ubatch)
 
     @property

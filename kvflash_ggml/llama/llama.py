@@ -361,7 +361,7 @@ class Llama(llama_cpp.Llama):
         if reader.sequence is not None:
             reader.sequence.check_open()
             reader.sequence.settle()
-        if self._finder is not None and reader.sequence is not None and not reader.sequence.config.deterministic:
+        if self._finder is not None and reader.sequence is not None and not reader.sequence.config.same_bits:
             self._finder.settle(reader.sequence)
         if reader.speculator is not None:
             limit, self.kvflash_most = self.kvflash_most, None

@@ -308,9 +308,8 @@ def extend(
 
 def may_share(sequence: Sequence, count: int) -> bool:
     """Return whether a prompt of `count` tokens may share a step with other prompts, if one step is enough for it."""
-    info, config = sequence.engine.info, sequence.config
-    same_bits = config.deterministic or config.deterministic_batch  # whatever is beside
-    return 0 < count <= sequence.pool.n_ubatch // 2 and not (same_bits or info.recurrent or info.n_swa)
+    info = sequence.engine.info
+    return 0 < count <= sequence.pool.n_ubatch // 2 and not (sequence.config.same_bits or info.recurrent or info.n_swa)
 
 
 def rewind_to(sequence: Sequence, length: int) -> None:

@@ -22,6 +22,7 @@ from support.interrupter import signalled
 from kvflash_ggml.calibration import finder, run
 from kvflash_ggml.calibration.choice import Calibration, Subject, heads_file, load, of_llama, save
 from kvflash_ggml.calibration.run import Stopped, calibrate
+from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import CalibrationError, ConfigError, DecodeError, KVFlashError
 from kvflash_ggml.placement import memory
 from kvflash_ggml.placement.sizes import Device
@@ -343,6 +344,21 @@ def test_the_same_text_brings_the_same_chunks(
         stream.close()
         assert llm.kvflash.page_ins > 0
     assert seen[0] == seen[1] == seen[2]
+
+
+@pytest.mark.parametrize("promise", [{"deterministic": True}, {"deterministic_batch": True, "parallel": 2}])
+def test_heads_that_are_found_meanwhile_change_no_promised_bit(
+    promise: dict[str, Any], pooled: Callable[..., Any], dense: Calibration, tokens: npt.NDArray[np.int32]
+) -> None:
+    """When they are found depends on the clock."""
+    config = KVFlashConfig(pool=1536, policy="qk", tau=16, **promise)
+    llm = pooled(kvflash=config, kvflash_policy=None, kvflash_tau=None, kvflash_calibrate=None)
+    units = inside(llm).session.scoring.scorer.units.tolist()
+    inside(llm).finder._found = dense
+    answer(llm, tokens[:1600], 2)
+    assert inside(llm).session.scoring.scorer.units.tolist() == units
+    inside(llm).finder.settle(inside(llm).session)
+    assert inside(llm).session.scoring.scorer.units.tolist() != units
 
 
 def test_a_prefix_cache_contradicts_it(pooled: Callable[..., Any], tmp_path: Path) -> None:
