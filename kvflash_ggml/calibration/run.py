@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from threading import Event
 from typing import Any
 
-import llama_cpp
 import numpy as np
 
 from ..arrays import Floats, Int32s
 from ..errors import CalibrationError, KVFlashError
 from ..logs import Progress
+from ..native import vocabulary
 from ..placement import memory
 from ..sequence.sidecar import Sidecar
 from .choice import Calibration, Subject, choose, rope
@@ -75,7 +75,8 @@ def calibrate(
 
     try:
         reader = SidecarReader(side, opening=[model.token_bos()] if model.add_bos_token() else [], check=check)
-        measured = measure(reader, lambda text: _tokenize(model, text), progress=reader.report)
+        lacking = vocabulary.incomplete(model.vocab)
+        measured = measure(reader, lambda text: _tokenize(model, text, lacking), progress=reader.report)
         layers = [layer.il for layer in side.session.engine.layers]
         return choose(measured, subject=subject, layers=layers, shapes=side.keys.shapes)
     except CalibrationError:
@@ -134,10 +135,9 @@ class SidecarReader:
             self._side.read(tokens, progress=lambda done, _: self._check(self._done + done, self._total))
 
 
-def _tokenize(model: Any, text: str) -> list[int]:
-    if model.vocab_type() == llama_cpp.LLAMA_VOCAB_TYPE_NONE:  # llama.cpp would end the process
-        raise ValueError("it has no tokenizer")
+def _tokenize(model: Any, text: str, lacking: frozenset[bytes] | None) -> list[int]:
     try:
+        vocabulary.check(text.encode(), lacking)
         return list(model.tokenize(text.encode(), add_bos=False, special=False))
     except (RuntimeError, ValueError) as err:
         raise ValueError(f"its tokenizer does not take plain text: {err}") from err

@@ -28,7 +28,7 @@ from ..errors import ConfigError, NotFinite
 from ..gguf import purpose
 from ..logs import Progress
 from ..native import engine as native
-from ..native import library
+from ..native import library, vocabulary
 from ..native import remote as servers
 from ..placement import devices, memory, sizing
 from ..placement.sizing import PoolSize, with_steps
@@ -249,9 +249,9 @@ class Llama(llama_cpp.Llama):
     def tokenizer_(self, tokenizer: Any) -> None:
         # upstream sets this between loading the model and making the context: the moment to size the pool
         if isinstance(tokenizer, LlamaTokenizer):
-            spells = llama_cpp.llama_vocab_type(self._model.vocab) != llama_cpp.LLAMA_VOCAB_TYPE_NONE
+            lacking = vocabulary.incomplete(self._model.vocab)
             tokenizer = IncrementalTokenizer(
-                tokenizer, self._model.token_bos, n_vocab=self._model.n_vocab(), spells=spells
+                tokenizer, self._model.token_bos, n_vocab=self._model.n_vocab(), incomplete=lacking
             )
         self._tokenizer = tokenizer
         vision.open_projector(self, self._projector)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import ConfigError
+from ..native import vocabulary
 
 SHORT = 8
 """Lists up to this length are not worth remembering: a stream asks for single tokens between its growing text."""
@@ -17,14 +18,16 @@ SHORT = 8
 class IncrementalTokenizer:
     """Wraps a tokenizer whose text is the concatenation of its tokens' pieces, as llama.cpp's is.
 
-    spells: does the model's file have a vocabulary? Without one, or for a token that is not in it, llama.cpp ends the
-    process: here it is a ConfigError. shown: special tokens that have a text for now.
+    incomplete: see `vocabulary.incomplete`. For a text that it cannot spell, and for a token that the model does not
+    have, llama.cpp ends the process: here it is a ConfigError. shown: special tokens that have a text for now.
     """
 
-    def __init__(self, tokenizer: Any, bos: Callable[[], int], *, n_vocab: int, spells: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Any, bos: Callable[[], int], *, n_vocab: int, incomplete: frozenset[bytes] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._n_vocab = n_vocab
-        self._spells = spells
+        self._incomplete = incomplete
         self._bos = bos
         self._tokens: list[int] = []
         self._text = b""
@@ -35,7 +38,7 @@ class IncrementalTokenizer:
         return getattr(self._tokenizer, name)
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = True) -> list[int]:
-        self._check()
+        vocabulary.check(text, self._incomplete)
         tokens: list[int] = self._tokenizer.tokenize(text, add_bos, special)
         return tokens
 
@@ -59,12 +62,8 @@ class IncrementalTokenizer:
         self._special = special
         return self._text
 
-    def _check(self) -> None:
-        if not self._spells:
-            raise ConfigError("this model's file has no vocabulary: give it tokens (generate, eval) instead of text")
-
     def _plain(self, tokens: list[int], prev_tokens: list[int] | None, special: bool) -> bytes:
-        self._check()
+        vocabulary.check(b"", self._incomplete)
         for token in tokens:
             if not 0 <= token < self._n_vocab:
                 raise ConfigError(f"token {token} has no text: this model has 0 to {self._n_vocab - 1}")

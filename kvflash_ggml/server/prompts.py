@@ -13,6 +13,7 @@ from ..chat.reader import Rendered
 from ..chat.values import ChatInput, Grammar
 from ..errors import ConfigError, ContextFull
 from ..media.files import Limits
+from ..native import vocabulary
 from . import schemas
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ class LlamaPrompts:
         self._bos = self._model.token_get_text(bos) if bos != -1 else ""
         self._eos = self._model.token_get_text(eos) if eos != -1 else ""
         vocab = self._model.vocab
+        self._incomplete = vocabulary.incomplete(vocab)
         control = (t for t in range(self.n_vocab) if llama_cpp.llama_vocab_is_control(vocab, t))
         self._marks = [mark for t in control if (mark := self._model.token_get_text(t).encode())]
         self._pieces: dict[int, bytes] = {}
@@ -189,6 +191,7 @@ class LlamaPrompts:
         """In one pass: upstream's takes a second one where a text has more tokens than the model's context."""
         import llama_cpp
 
+        vocabulary.check(data, self._incomplete)
         size = len(data) + 2  # a token has a byte, but for those that mark the ends
         while True:
             tokens = (llama_cpp.llama_token * size)()

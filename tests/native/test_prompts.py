@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import struct
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checkpoints import rewritten
 from support.harness import TEXT
 
-from kvflash_ggml.errors import ContextFull
+from kvflash_ggml.errors import ConfigError, ContextFull
+from kvflash_ggml.gguf.reader import Field
 from kvflash_ggml.server.prompts import MOST_BYTES, MOST_MARKS, LlamaPrompts
 
+NAMES = "tokenizer.ggml.tokens"
 TEXTS = ["", "x", " x", "  two  spaces", "é😀\x00", "<|im_start|>user\n", TEXT.read_text(encoding="utf-8")[:20_000]]
 
 
@@ -43,6 +49,41 @@ def test_as_upstream(llm: Any, text: str, special: bool) -> None:
     for part in (tokens, tokens[1:], [llm.token_bos(), *tokens]):
         known = [token for token in part if token >= 0]
         assert prompts.detokenize(known) == llm._model.detokenize(known, special=True)
+
+
+@pytest.fixture(scope="module")
+def wordy(models: dict[str, Path], loaded: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A model whose tokenizer, of SentencePiece's kind, has no tokens of bytes."""
+    from kvflash_ggml import Llama
+
+    def change(fields: dict[str, Any]) -> None:
+        texts = [token.replace("\u0120", "\u2581").encode() for token in fields[NAMES].value]
+        raw = struct.pack("<IQ", 8, len(texts)) + b"".join(struct.pack("<Q", len(text)) + text for text in texts)
+        fields[NAMES] = Field(NAMES, 9, raw)
+        fields["tokenizer.ggml.model"] = Field.of("tokenizer.ggml.model", "llama")
+
+    path = rewritten(models["dense"], tmp_path_factory.mktemp("model") / "wordy.gguf", change)
+    llm = Llama(str(path), n_ctx=512, verbose=False)
+    yield llm
+    llm.close()
+
+
+@pytest.mark.parametrize("text", ["\u4e2d", "a \u4e2d b", b"a\xff"])
+def test_a_text_that_a_vocabulary_cannot_spell(text: Any, wordy: Any) -> None:
+    """llama.cpp ends the process there."""
+    data = text if isinstance(text, bytes) else text.encode()
+    letter = ascii(data.strip(b"a b").decode("utf-8", "surrogateescape"))
+    why = re.escape(f"has no token for {letter}, nor for its bytes")
+    with pytest.raises(ConfigError, match=why):
+        wordy.tokenize(data)
+    if isinstance(text, str):
+        for ask in (
+            wordy.create_completion,
+            partial(LlamaPrompts(wordy).tokenize, add_special=True, parse_special=True),
+        ):
+            with pytest.raises(ConfigError, match=why):
+                ask(text)
+    assert wordy.create_completion("Hello there", max_tokens=1)["choices"]
 
 
 def test_a_token_is_asked_for_once(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:

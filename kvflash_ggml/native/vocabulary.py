@@ -1,0 +1,47 @@
+"""Which texts a model's tokenizer takes. llama.cpp ends the process at others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import ConfigError
+
+_BYTES = {name: byte for byte in range(256) for name in (b"<0x%02X>" % byte, bytes([byte]))}
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+
+
+def incomplete(vocab: Any) -> frozenset[bytes] | None:
+    """Return the tokens of a vocabulary that cannot spell every text, none where there is no vocabulary.
+
+    None for a vocabulary that can. vocab: llama.cpp's pointer. Only tokenizers of SentencePiece's kind (SPM) spell text
+    in tokens of bytes, and some files lack these.
+    """
+    import llama_cpp  # here: the check below needs none
+
+    kind = llama_cpp.llama_vocab_type(vocab)
+    if kind != llama_cpp.LLAMA_VOCAB_TYPE_SPM:
+        return frozenset() if kind == llama_cpp.LLAMA_VOCAB_TYPE_NONE else None
+    found, missing = set[bytes](), {*range(256)}
+    for token in range(llama_cpp.llama_vocab_n_tokens(vocab)):
+        text = llama_cpp.llama_vocab_get_text(vocab, token)
+        found.add(text)
+        missing.discard(_BYTES.get(text, -1))
+        if not missing:
+            return None
+    return frozenset(found)
+
+
+def check(text: bytes, tokens: frozenset[bytes] | None) -> None:
+    """Raise ConfigError for a text at which llama.cpp would end the process. tokens: what `incomplete` has returned."""
+    if tokens is None:
+        return
+    if not tokens:
+        raise ConfigError("this model's file has no vocabulary: give it tokens (generate, eval) instead of text")
+    for letter in sorted({*text.decode("utf-8", "surrogateescape"), *" "[: len(text)]}):
+        coded = letter.replace(" ", _SPACE).encode("utf-8", "surrogateescape")
+        named = (b"<0x%02X>" % byte in tokens or bytes([byte]) in tokens for byte in coded)
+        if coded not in tokens and not all(named):
+            raise ConfigError(
+                f"this model's vocabulary has no token for {letter!a}, nor for its bytes: leave it out, or convert "
+                "the model with its tokenizer"
+            )
