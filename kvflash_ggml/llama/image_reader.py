@@ -15,7 +15,7 @@ from typing import Any
 from ..arrays import Floats
 from ..errors import ConfigError, HostMemoryError
 from ..media.files import Limits
-from ..media.rows import Medium
+from ..media.rows import LIMIT, Medium
 from . import vision
 
 KNOWN = 256
@@ -24,6 +24,10 @@ KNOWN = 256
 
 HELD = 1 << 30
 """Bytes of all media of requests that wait or run: the files, and what their projector has made of them."""
+
+LENT = LIMIT
+"""Bytes of embeddings that requests keep which wait, though their pool may drop them. Beyond it, an image whose
+embeddings were dropped is decoded again while all requests wait."""
 
 _EACH = 16 << 10
 """Of a row, about, as pixels or frequencies in single precision."""
@@ -59,10 +63,12 @@ class Image:
 
     freed: Callable[[], object]
 
-    def __init__(self, reader: ImageReader, data: bytes, limits: Limits, told: _Told, parts: list[_Part]) -> None:
+    def __init__(
+        self, reader: ImageReader, data: bytes, limits: Limits, told: _Told, parts: list[_Part], rows: list[Floats]
+    ) -> None:
         self.tokens = told.tokens
         self._reader, self._data, self._limits, self._media = reader, data, limits, told.parts
-        self._parts, self._left = parts, len(told.parts)
+        self._parts, self._left, self._rows = parts, len(told.parts), rows
 
     def load(self) -> None:
         """Have its rows known to the steps that come, on the engine's thread. They are encoded when a step reads them,
@@ -74,6 +80,8 @@ class Image:
 
     def encode(self, i: int) -> Floats:
         """The embeddings of a part. DecodeError if its encoder fails."""
+        if self._rows:
+            return self._rows[i]
         parts = self._parts or self._reader.split(self._data, self._limits)[1]  # dropped since it was read
         made = self._reader.encoder.encode(parts[i].chunk, len(self._media[i].numbers))
         self._left -= 1
@@ -93,7 +101,7 @@ class ImageReader:
 
     def __init__(self, llm: Any) -> None:
         self.encoder = vision.Encoder(llm)
-        self._held = 0
+        self._held = self._lent = 0
         self._known: OrderedDict[bytes, _Told] = OrderedDict()
         self._lock = threading.RLock()  # the garbage collector may let one go that reads another
 
@@ -107,9 +115,12 @@ class ImageReader:
         with self._lock:
             told = self._known.get(name)
         parts: list[_Part] = []
-        if told is None or not all(self.encoder.media.keeps(medium.key) for medium in told.parts):
+        kept = [] if told is None else [self.encoder.media.kept(medium.key) for medium in told.parts]
+        rows = [found for found in kept if found is not None]
+        if told is None or len(rows) < len(kept):
+            rows = []
             told, parts = self.split(data, limits)  # here, and not where all requests wait for it
-        size = len(data) + _EACH * len(told.tokens) * bool(parts)
+        size, lent = len(data) + _EACH * len(told.tokens) * bool(parts), sum(found.nbytes for found in rows)
         with self._lock:
             self._known[name] = told
             self._known.move_to_end(name)
@@ -120,15 +131,19 @@ class ImageReader:
                     f"requests hold images and sound of {self._held} bytes, and {HELD} is the most: try again when one "
                     "has ended"
                 )
+            if self._lent + lent > LENT:
+                rows, lent = [], 0
             self._held += size
-        image = Image(self, data, limits, told, parts)
-        weakref.finalize(image, self._let_go, len(data))
+            self._lent += lent
+        image = Image(self, data, limits, told, parts, rows)
+        weakref.finalize(image, self._let_go, len(data), lent)
         image.freed = weakref.finalize(image, self._let_go, size - len(data))  # is called once
         return image
 
-    def _let_go(self, size: int) -> None:
+    def _let_go(self, size: int, lent: int = 0) -> None:
         with self._lock:
             self._held -= size
+            self._lent -= lent
 
     def split(self, data: bytes, limits: Limits) -> tuple[_Told, list[_Part]]:
         """What stands for an image or a sound, and its parts to encode. Raises as `read`."""

@@ -344,7 +344,7 @@ class _Mtmd:
         self._parts[name] += 1
         medium = self._encoder.medium(chunk, self._parts[name])
         media = self._encoder.media
-        kept = media.keeps(medium.key)
+        kept = media.kept(medium.key) is not None
         media.expect(medium, None if kept else _Chunk(self._encoder, chunk, len(medium.numbers)).encode)
         self._seat.eval(medium.numbers)
         new_n_past._obj.value = self._seat.n_tokens

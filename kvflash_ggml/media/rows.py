@@ -122,10 +122,11 @@ class MediaRows:
         for row, number in enumerate(medium.numbers.tolist()):
             self._places.setdefault(number, []).append((medium.key, row))
 
-    def keeps(self, key: bytes) -> bool:
-        """Are the embeddings of a medium at hand? From any thread; they may be dropped before a request begins."""
+    def kept(self, key: bytes) -> Floats | None:
+        """Return the embeddings of a medium if they are at hand, [count, width]. From any thread."""
         span = self._spans.get(key)
-        return span is not None and span.part is not None
+        part = None if span is None else span.part
+        return None if part is None else part.rows
 
     def _filled(self, span: _Span) -> Part | None:
         """A medium with its embeddings."""

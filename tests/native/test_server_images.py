@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.asgi import Client
 from support.fake_server import Server
@@ -262,6 +265,41 @@ def test_images_that_were_dropped_are_read_again(
     assert first == again
     assert len(encoded) == len(threads) == 3
     assert not any("engine" in name for name in threads), threads
+
+
+@pytest.mark.parametrize("room", [None, 0])
+def test_an_image_that_is_dropped_while_it_waits(
+    projector: Path, room: int | None, encoded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was known when its request came, so nobody decoded it. room: bytes for embeddings of requests that wait."""
+    from kvflash_ggml.llama import image_reader
+
+    if room is not None:
+        monkeypatch.setattr(image_reader, "LENT", room)
+    monkeypatch.setattr("kvflash_ggml.media.rows.MediaRows.__init__.__defaults__", (1,))
+    stock, decoded = files.decode, []
+    monkeypatch.setattr(files, "decode", lambda *args, **more: (decoded.append(1), stock(*args, **more))[1])
+    red, blue = (base64.b64decode(url.partition(",")[2]) for url in (RED, BLUE))
+    config = KVFlashConfig(pool=2048, calibrate=False)
+    with closing(Llama(str(MODEL), kvflash=config, mmproj=projector, logits_all=True, **SIZE)) as llm:
+        reader, media = image_reader.ImageReader(llm), llm._reader.pooled.pool.media
+
+        def read(image: Any) -> Any:
+            media.begin()
+            image.load()
+            llm.reset()
+            llm.eval(image.tokens)
+            return llm.scores[: llm.n_tokens].copy()
+
+        first = read(reader.read(red, files.Limits()))
+        waits = reader.read(red, files.Limits())
+        read(reader.read(blue, files.Limits()))
+        assert len(decoded) == len(encoded) == 2
+        assert np.array_equal(read(waits), first)
+        assert len(decoded) == len(encoded) == (2 if room is None else 3)
+        del waits
+        gc.collect()
+        assert (reader._held, reader._lent) == (0, 0)
 
 
 def test_too_many_images_wait(projector: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,11 +73,11 @@ def test_the_oldest_leave_but_none_of_the_newest_request() -> None:
     media.begin()
     media.expect(Medium(b"a", a), None)
     add(media, b"c", rows(4))
-    assert not media.keeps(b"b")
+    assert media.kept(b"b") is None
     assert int(b[0]) not in media
     assert int(a[0]) in media
     add(media, b"d", rows(4))
-    assert media.keeps(b"a"), "of the same request, though there is no room"
+    assert media.kept(b"a") is not None, "of the same request, though there is no room"
 
 
 def test_a_medium_is_encoded_when_it_is_read() -> None:
@@ -90,14 +90,14 @@ def test_a_medium_is_encoded_when_it_is_read() -> None:
         return rows(3)
 
     media.expect(medium, encode)
-    assert (int(medium.numbers[0]) in media, media.keeps(b"a"), made) == (True, False, [])
+    assert (int(medium.numbers[0]) in media, media.kept(b"a"), made) == (True, None, [])
     media.begin()
     assert int(medium.numbers[0]) not in media, "another request does not know it"
     media.expect(medium, encode)
     for _ in range(2):
         assert np.array_equal(media.rows(medium.numbers[:1], medium.numbers[1:]).rows, rows(3)[1:])
         media.begin()
-    assert (media.keeps(b"a"), made) == (True, [1])
+    assert (media.kept(b"a") is not None, made) == (True, [1])
     gone = Medium(b"b", numbers_of(b"b", 2))
     media.expect(gone, lambda: None)
     with pytest.raises(KVFlashError, match="send the chat with it again"):
