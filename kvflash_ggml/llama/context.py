@@ -92,9 +92,9 @@ def _explain(result: int, function: Any, arguments: tuple[Any, ...]) -> int:
     return result
 
 
-def check_adapter(path: str) -> None:
+def check_adapter(path: str | None) -> None:
     """ConfigError for a LoRA adapter that is no regular file: llama.cpp would wait for who writes into a pipe."""
-    if not Path(path).is_file():
+    if path is not None and not Path(path).is_file():
         raise _no_adapter(path)
 
 

@@ -14,7 +14,7 @@ from .. import policy, remote
 from ..config import Fit, KVFlashConfig
 from ..constants import CHUNK, KV_TYPES, POOL_STEP
 from ..drafter import model as drafter
-from ..errors import ConfigError, DoesNotFit, KVFlashError, NotMade
+from ..errors import ConfigError, DoesNotFit, KVFlashError, NotMade, mebibytes
 from ..gguf import purpose
 from ..native import library, measure
 from ..native import remote as servers
@@ -28,6 +28,7 @@ from ..policy.base import Exact
 from ..remote import Endpoint
 from . import embedding, parameters, vision
 from .drafting import device_bytes, likely, loads_head, search
+from .parameters import LONG
 from .parameters import Request as Asked
 
 logger = logging.getLogger("kvflash_ggml")
@@ -73,6 +74,27 @@ def fit(path: str, asked: Asked, beside: Beside, endpoints: Sequence[Endpoint] =
     return replace(asked, upstream=upstream, config=config, placement=where), placement
 
 
+def check_full_cache(path: str, asked: Asked) -> None:
+    """Raise ConfigError for a long full cache that takes more than the memory of this machine's devices together."""
+    if not asked.is_long or asked.rpc:
+        return
+    n_ctx, flash = asked.upstream["n_ctx"], bool(asked.upstream.get("flash_attn", False))
+    try:
+        with measure.sketch(path, llama_cpp.llama_model_default_params()) as model:
+            settings = [_context_params(asked.upstream, n, N_BATCH, 0, flash=flash) for n in (LONG >> 9, LONG >> 8)]
+            found = [measure.measure(model, one, cells=0).devices for one in settings]
+    except KVFlashError:  # the load says what is wrong with it
+        return
+    small, large = (sum(need.kv for need in needs) for needs in found)
+    needed = small + (large - small) * (n_ctx - (LONG >> 9)) // (LONG >> 9)
+    there = sum(device.total for device in memory.devices())
+    if needed > there:
+        raise ConfigError(
+            f"n_ctx={n_ctx} (-c): a full cache takes {mebibytes(needed)} MiB, and all devices have {mebibytes(there)}: "
+            'give a shorter context, or a pool (kvflash="auto", --kvflash auto)'
+        )
+
+
 def staged(config: KVFlashConfig | None, n_ctx: int) -> int:
     """Return the tokens of layer buffers to make room for: those that a setting asks for, or needs."""
     if config is None or config.reading == "pool":
@@ -87,6 +109,7 @@ def without_loading(path: str, keywords: dict[str, Any]) -> tuple[Placement, tup
     """
     asked = parameters.read(keywords, parameters.defaults)
     purpose.check_model(Path(path))
+    check_full_cache(path, asked)
     endpoints = remote.find_all(asked.rpc, trust=asked.rpc_trust)
     free = {} if asked.fit is None else asked.fit.free
     if not endpoints and {*free} - {device.name for device in memory.devices()}:

@@ -131,8 +131,7 @@ class Llama(llama_cpp.Llama):
         model_path = os.fspath(model_path)
         request = parameters.read(dict(keywords), parameters.defaults)
         purpose.check_model(Path(model_path), vocab_only=request.upstream.get("vocab_only", False))
-        if (adapter := request.upstream.get("lora_path")) is not None:
-            check_adapter(adapter)
+        check_adapter(request.upstream.get("lora_path"))
         self._config = request.config
         self._weights = request.weights
         self._reader = Reader(self)
@@ -154,12 +153,13 @@ class Llama(llama_cpp.Llama):
         self._rpc = {"rpc": list(request.rpc) or None, "rpc_trust": request.rpc_trust}
         endpoints = remote.find_all(request.rpc, trust=request.rpc_trust)
         if not endpoints:
-            layers = request.upstream.get("n_gpu_layers", 0)
-            library.ensure_gpu_offload(layers, installed=llama_cpp.Llama is Llama)
+            library.ensure_gpu_offload(request.upstream.get("n_gpu_layers", 0), installed=llama_cpp.Llama is Llama)
         self.placement: Placement | None = None
-        if request.fit is not None:
+        if request.fit is not None or request.is_long:
             from . import fitting  # here, as below: it imports all that plans a placement
 
+            fitting.check_full_cache(model_path, request)
+        if request.fit is not None:
             with servers.connected(endpoints):
                 others = fitting.beside(model_path, request)
                 request, self.placement = fitting.fit(model_path, request, others, endpoints)

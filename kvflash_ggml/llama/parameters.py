@@ -37,6 +37,9 @@ REMOTE_KEYWORDS = tuple(RemoteKeywords.__annotations__)
 WEIGHT_KEYWORDS = tuple(WeightKeywords.__annotations__)
 MEDIA_KEYWORDS = tuple(MediaKeywords.__annotations__)
 
+LONG = 1 << 20
+"""Tokens of a full cache. llama.cpp takes minutes until it finds no room for a much longer one."""
+
 _PREFIX = "kvflash"
 _PATHS = ("drafter", "spill", "calibrate")
 
@@ -68,6 +71,12 @@ class Request:
     fit: Fit | None
     upstream: dict[str, Any]
     n_batch: int | None = None
+
+    @property
+    def is_long(self) -> bool:
+        """A full cache of more than LONG tokens is asked for."""
+        n_ctx = self.upstream.get("n_ctx") or 0
+        return self.config is None and n_ctx > LONG and not self.upstream.get("vocab_only")
 
 
 def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:

@@ -11,6 +11,7 @@ import pytest
 
 from kvflash_ggml import Llama
 from kvflash_ggml.errors import ConfigError, KVFlashError, SnapshotError
+from kvflash_ggml.llama.fitting import without_loading
 
 POOLS = pytest.mark.parametrize("pool", [None, 512, 4096])
 
@@ -53,6 +54,15 @@ def test_a_number_that_cannot_be(pool: int | None, settings: dict[str, Any], why
 def test_a_value_of_another_kind(settings: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         Llama("missing.gguf", kvflash=512, **settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"fit": True}, {"type_k": 8, "type_v": 8, "flash_attn": True}])
+def test_a_cache_that_no_machine_holds(settings: dict[str, Any], models: dict[str, Path]) -> None:
+    """llama.cpp took minutes, and memory for what it knows of each cell, until it said bad_alloc."""
+    asked = {"model_path": str(models["dense"]), "n_ctx": 2_147_000_000, "verbose": False, **settings}
+    for ask in (lambda: Llama(**asked), lambda: without_loading(asked["model_path"], {**asked, "fit": True})):
+        with pytest.raises(ConfigError, match=r"n_ctx=2147000000 \(-c\): a full cache takes [0-9,]+ MiB, and all"):
+            ask()
 
 
 def test_a_model_by_its_path(models: dict[str, Path]) -> None:
