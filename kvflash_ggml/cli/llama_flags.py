@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import click
 
+from .sections import ON_OFF
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 TAKEN = (
@@ -24,7 +26,7 @@ TAKEN = (
 """They ask for what is so anyway."""
 
 SWITCHED = ("--color", "-co")
-"""The same, with llama.cpp's value."""
+"""The same, with llama.cpp's value or without one."""
 
 _REQUEST = "each request to kvflash-run serve says it, with the field"
 _PROXY = "put a proxy before the server (nginx, Caddy)"
@@ -183,7 +185,7 @@ def llama_flags(function: F) -> F:
     for name in TAKEN:
         function = _hidden(name, is_flag=True)(function)
     for name in SWITCHED:
-        function = _hidden(name, is_flag=False, flag_value="on", type=click.Choice(("on", "off", "auto")))(function)
+        function = _hidden(name, is_flag=True, metavar=f"{ON_OFF}|auto")(function)
     for names, answer in ANSWERED.items():
         for name in (name for name in names if name not in own):
             # its value can be missing, so that the answer comes before that complaint

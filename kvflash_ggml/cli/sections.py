@@ -22,8 +22,7 @@ F = TypeVar("F", bound=Function)
 HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 """`context_settings` of every verb."""
 
-SWITCHES = ("on", "off")
-ON_OFF = "|".join(SWITCHES)
+ON_OFF = "on|off"
 """The metavar of a flag that may have one of these words behind it, as in llama.cpp."""
 
 _EVERYTHING = f"{__name__}.everything"
@@ -96,8 +95,9 @@ class SectionCommand(click.Command):
         for i, word in enumerate(args):
             if word == "--":
                 return [*words, *args[i:]]
-            if before is not None and before.metavar == ON_OFF and words[-1] in before.opts and word in SWITCHES:
-                words[-1] = (before.opts, before.secondary_opts)[SWITCHES.index(word)][0]
+            if before is not None and before.is_flag and words[-1] in before.opts and word in _switches(before):
+                if word == "off":
+                    words[-1:] = before.secondary_opts[:1]
                 before = None
                 continue
             words.append(word)
@@ -119,6 +119,10 @@ class SectionCommand(click.Command):
         for title, rows in sections.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
+
+
+def _switches(flag: click.Option) -> list[str]:
+    return flag.metavar.split("|") if flag.metavar else []
 
 
 def _show_everything(ctx: click.Context, _param: click.Parameter, asked: bool) -> None:

@@ -282,7 +282,8 @@ def test_an_image_that_is_dropped_while_it_waits(
     red, blue = (base64.b64decode(url.partition(",")[2]) for url in (RED, BLUE))
     config = KVFlashConfig(pool=2048, calibrate=False)
     with closing(Llama(str(MODEL), kvflash=config, mmproj=projector, logits_all=True, **SIZE)) as llm:
-        reader, media = image_reader.ImageReader(llm), llm._reader.pooled.pool.media
+        reader = image_reader.ImageReader(llm)
+        media = reader.encoder.media
 
         def read(image: Any) -> Any:
             media.begin()

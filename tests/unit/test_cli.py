@@ -179,6 +179,8 @@ def test_fit_takes_llama_cpps_words(cli: Stage, monkeypatch: pytest.MonkeyPatch)
         assert cli("-m", "m.gguf", "-ngl", "5", name, "on", "-p", "off").exit_code == 0
         assert cli.settings["fit"] == Fit()
         assert cli.request == [user("off")]
+    assert cli("--color", "auto", "--color", "off", "--color", "m.gguf", "hi").exit_code == 0
+    assert "the prompt is empty" in cli("m.gguf", "--color", "").stderr
 
 
 def test_threads_below_one_are_all_cores(cli: Stage) -> None:
