@@ -17,8 +17,9 @@ from ..errors import UnsupportedModelError
 from ..server.settings import ServerSettings
 from ..settings import in_section
 from .hub import HubModel, hub_model
-from .model import log_requests, open_model
+from .model import in_words, log_requests, open_model
 from .options import LogOptions, OpeningOptions, read_parallel
+from .prompt import read_text
 from .sections import MODEL_FILE
 from .terminal import note, size_text
 
@@ -123,18 +124,17 @@ class ServerOptions:
         return None if self.sleep_idle_seconds < 0 else self.sleep_idle_seconds
 
     def template(self) -> str | None:
-        """The chat template that takes the place of the model's own."""
-        file = self.chat_template_file
-        return self.chat_template if file is None else file.read_text(encoding="utf-8")
+        """The chat template that takes the place of the model's own. UsageError for a file that cannot be read."""
+        return self.chat_template if self.chat_template_file is None else _text(self.chat_template_file)
 
     def settings(self, model: str | HubModel, sampling: Sampling) -> ServerSettings:
-        """The server's settings, for the model. UsageError for a file without a key."""
+        """The server's settings, for the model. UsageError for a file of keys that has none, or cannot be read."""
         alias = self.alias or (Path(model).stem if isinstance(model, str) else str(model))
         return ServerSettings(alias=alias, keys=self._keys(), sampling=sampling, **self.fields)
 
     def _keys(self) -> tuple[str, ...]:
         file, keys = self.api_key_file, list(self.api_key)
-        lines = [] if file is None else file.read_text(encoding="utf-8").splitlines()
+        lines = [] if file is None else _text(file).splitlines()
         for number, line in enumerate(map(str.strip, lines), 1):
             try:
                 keys += [notation.key(line)] if line else []
@@ -143,6 +143,13 @@ class ServerOptions:
         if file is not None and not keys:
             raise click.UsageError(f"{file} has no key: write one a line")
         return tuple(keys)
+
+
+def _text(file: Path) -> str:
+    try:
+        return read_text(file)
+    except (ValueError, OSError) as err:
+        raise click.UsageError(in_words(err)) from err
 
 
 @dataclass(frozen=True, kw_only=True)

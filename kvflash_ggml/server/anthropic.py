@@ -286,7 +286,7 @@ class MessageAnswer(Answer):
         reason = _REASONS.get(finished.reason, finished.reason)
         if finished.reason == "stop" and self._reader.called:
             reason = "tool_use"
-        elif finished.stop is not None:
+        elif finished.stop in self._asked.stop:  # and not a template's own
             reason = "stop_sequence"
         return {"stop_reason": reason, "stop_sequence": finished.stop if reason == "stop_sequence" else None}
 

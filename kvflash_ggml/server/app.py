@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from starlette.applications import Starlette
@@ -32,8 +31,6 @@ from .front import Front
 from .guard import Guard
 from .metrics import Metrics
 from .settings import ServerSettings
-
-logger = logging.getLogger("kvflash_ggml")
 
 Endpoint = Callable[[Front, Request], Awaitable[Response]]
 
@@ -131,7 +128,7 @@ def guarded(routes: Sequence[Route], settings: ServerSettings) -> Starlette:
             *([Middleware(Below, prefix=settings.api_prefix)] if settings.api_prefix else []),
             Middleware(Guard, settings=settings),
         ],
-        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _any_error},
+        exception_handlers={ApiError: _api_error, HTTPException: _http_error},
     )
 
 
@@ -167,10 +164,3 @@ async def _http_error(request: Request, err: Exception) -> Response:
     answer = ApiError(err.status_code, said.get(err.status_code, str(err.detail))).response(request.url.path)
     answer.headers.update(err.headers or {})
     return answer
-
-
-async def _any_error(request: Request, err: Exception) -> Response:
-    logger.error("%.16s %.100a", request.method, request.url.path, exc_info=err)
-    return ApiError(500, "the server failed at this request: its log says why", code="internal_error").response(
-        request.url.path
-    )

@@ -18,7 +18,7 @@ from .completions import prompt_tokens
 from .errors import ApiError, invalid
 from .front import Front
 from .prompts import Embedded, Embedder
-from .schema import _all, _few, _Known, _prompt
+from .schema import _all, _Asked, _few, _prompt
 
 MAX_TEXTS = 2048
 """In one request, as OpenAI has it."""
@@ -38,33 +38,29 @@ def _texts(value: list[str]) -> list[str]:
 Input = Annotated[list[str | list[int]], PlainValidator(_input)]
 
 
-class EmbeddingsRequest(_Known):
-    model: str | None = None
+class EmbeddingsRequest(_Asked):
     input: Input
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
     user: str | None = None
 
 
-class RerankRequest(_Known):
-    model: str | None = None
+class RerankRequest(_Asked):
     query: str
     documents: Annotated[list[Any], AfterValidator(_texts), Field(min_length=1)]
     top_n: int | None = Field(None, ge=1)
 
 
-class OllamaEmbedRequest(_Known):
+class OllamaEmbedRequest(_Asked):
     """truncate: cut what is too long, which is an error otherwise. keep_alive: without effect."""
 
-    model: str | None = None
     input: Input
     truncate: bool = True
     dimensions: int | None = Field(None, ge=1)
     keep_alive: str | float | None = None
 
 
-class OllamaPromptRequest(_Known):
-    model: str | None = None
+class OllamaPromptRequest(_Asked):
     prompt: str
     keep_alive: str | float | None = None
 

@@ -20,6 +20,7 @@ from ..chat.reader import AnswerReader
 from ..chat.values import Delta, Said
 from ..errors import KVFlashError
 from .errors import ApiError, from_failure
+from .intake import disconnected
 from .usage import report, timings, together, usage
 
 MAX_HELD = 1 << 20
@@ -205,8 +206,7 @@ class Exchange:
 
     async def _watch(self, receive: Receive) -> None:
         """Cancel the request when its client leaves."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await disconnected(receive)
         self.cancel()
 
     @property

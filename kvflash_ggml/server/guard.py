@@ -1,4 +1,4 @@
-"""Checks keys, host names and origins before anything else sees a request, and logs refusals."""
+"""Checks keys, host names and origins before anything else sees a request, logs refusals, and answers failures."""
 
 from __future__ import annotations
 
@@ -80,10 +80,12 @@ class Guard:
 
         try:
             await self._app(scope, counted, answer)
-        except Exception:
-            if not begun:
-                _log(scope, 500)
-            raise
+        except Exception as err:
+            if begun:
+                raise
+            logger.error("%.16s %.100a", scope["method"], scope["path"], exc_info=err)
+            failure = ApiError(500, "the server failed at this request: its log says why", code="internal_error")
+            await failure.response(scope["path"])(scope, receive, answer)
         finally:
             self._held[client] -= held
             if not self._held[client]:

@@ -64,9 +64,11 @@ class Intake:
         fetches: on one of those for files that the request names; ApiError if too many requests wait for them.
         """
         client = client_of(http.scope)
-        if fetches and (self._fetches[client] >= MAX_FETCHES or self._fetches.total() >= 4 * MAX_FETCHES):
-            message = f"{self._fetches.total()} requests fetch files: send these as data URLs, or ask again later"
-            raise ApiError(429, message, code="fetches", retry_after_s=5)
+        mine, whole = (self._fetches[client], MAX_FETCHES), (self._fetches.total(), 4 * MAX_FETCHES)
+        for whose, (count, limit) in (("this client's", mine), ("all clients'", whole)):
+            if fetches and count >= limit:
+                message = f"{count} of {whose} requests fetch files, and {limit} is the most: send data URLs, or wait"
+                raise ApiError(429, message, code="fetches", retry_after_s=5)
         loop, threads = asyncio.get_running_loop(), self._fetching if fetches else self._threads
         each = asyncio.Semaphore(1 if fetches else EACH)
         turns = self._turns.setdefault((client, fetches), each)

@@ -19,7 +19,8 @@ from .exchange import Answer, dumps
 from .fields import note
 from .front import Front
 from .images import data_url, image_part
-from .schema import ChatRequest, Objects, PoolFields, RawRequest, _Known, _Sampled, parse
+from .intake import Intake
+from .schema import ChatRequest, Objects, PoolFields, RawRequest, _Asked, _Sampled, parse
 from .turns import as_json, as_object, text_of
 
 VERSION = "0.12.6"
@@ -34,10 +35,9 @@ _OWN = ("kvflash", "logit_bias", "model", "n", "response_format", "stream", "str
 _OPTIONS = frozenset(_Sampled.model_fields) - frozenset(_OWN)
 
 
-class _OllamaRequest(_Known):
+class _OllamaRequest(_Asked):
     """keep_alive: without effect, since the model stays loaded."""
 
-    model: str | None = None
     stream: bool = True
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: dict[str, Any] | None = None
@@ -59,8 +59,7 @@ class GenerateRequest(_OllamaRequest):
     images: list[str] | None = None
 
 
-class ShowRequest(_Known):
-    model: str | None = None
+class ShowRequest(_Asked):
     name: str | None = None
     verbose: bool = False
 
@@ -68,7 +67,7 @@ class ShowRequest(_Known):
 # --- what there is
 
 
-async def version(front: Front, request: HttpRequest) -> Response:
+async def version(front: Intake, request: HttpRequest) -> Response:
     return JSONResponse({"version": VERSION})
 
 

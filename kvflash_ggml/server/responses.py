@@ -369,7 +369,7 @@ class ResponseAnswer(Answer):
 
     def failed(self, error: ApiError) -> bytes:
         held = b"".join(frame for delta in self._reader.push("", end=True) for frame in self._delta(delta))
-        held += b"".join(self._close())
+        held += b"".join(self._close("incomplete"))
         why = {"code": error.code or "server_error", "message": error.message}
         response = {**self._response("failed"), "output": self._output, "error": why}
         return held + self._event("response.failed", response=response)

@@ -140,7 +140,7 @@ def make_router(router: Router) -> Any:
             *(route(path, _list) for path in ("/v1/models", "/v1/models/{model:path}", "/models")),
             route("/models/load", _load, "POST"),
             route("/models/unload", _unload, "POST"),
-            route("/api/version", _version),
+            route("/api/version", ollama.version),
             route("/api/tags", _tags),
             route("/api/ps", _ps),
             route("/api/show", _show, "POST"),
@@ -217,10 +217,6 @@ async def _list(router: Router, request: HttpRequest) -> Response:
 def _now(router: Router, name: str) -> Loaded | None:
     loaded = router.engines.loaded
     return loaded if loaded is not None and loaded.model.name == name else None
-
-
-async def _version(router: Router, request: HttpRequest) -> Response:
-    return JSONResponse({"version": ollama.VERSION})
 
 
 async def _tags(router: Router, request: HttpRequest) -> Response:

@@ -159,6 +159,12 @@ class _Known(BaseModel):
         return _without_null(data)
 
 
+class _Asked(_Known):
+    """What every request has: clients name a model, whichever is served."""
+
+    model: str | None = None
+
+
 class PoolFields(_Known):
     """`kvflash` of a request: what only this server knows."""
 
@@ -216,10 +222,9 @@ def _sampler(name: str, *other: str) -> Any:
     return Field(None, gt=above, ge=least, le=one.most, validation_alias=AliasChoices(name, *other))
 
 
-class _Sampled(_Known):
+class _Sampled(_Asked):
     """What every request for an answer has. Unset values are the model's usual ones, llama.cpp's."""
 
-    model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float | None = _sampler("temperature")
@@ -353,10 +358,9 @@ class RawRequest(_Raw):
     prompt: Prompts
 
 
-class TranslatedRequest(_Known):
+class TranslatedRequest(_Asked):
     """What requests of other interfaces have in common, which become chats."""
 
-    model: str | None = None
     stream: bool = False
     temperature: float | None = None
     top_p: float | None = None
@@ -380,20 +384,18 @@ class InfillRequest(_Raw):
     prompt: str = ""
 
 
-class TokenizeRequest(_Known):
-    model: str | None = None
+class TokenizeRequest(_Asked):
     content: str
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
 
 
-class DetokenizeRequest(_Known):
-    model: str | None = None
+class DetokenizeRequest(_Asked):
     tokens: Tokens
 
 
-class TemplateRequest(_Known):
+class TemplateRequest(_Asked):
     messages: Messages
     tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -382,6 +382,14 @@ def test_a_key_in_a_file_that_no_header_can_carry_is_refused(serve: Serving, tmp
     assert "of bob" not in result.stderr
 
 
+@pytest.mark.parametrize("option", ["--api-key-file", "--chat-template-file"])
+def test_a_file_that_is_no_text_is_refused(option: str, serve: Serving, tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_bytes(b"{%\xff%}")
+    result = serve("m.gguf", option, file)
+    assert (result.exit_code, "is not UTF-8 text (byte 2)" in " ".join(result.stderr.split())) == (2, True)
+
+
 def test_a_wrong_value_of_a_variable_names_the_variable(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFLASH_PORT", "soon")
     told = " ".join(serve("m.gguf").stderr.split())

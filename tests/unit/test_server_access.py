@@ -399,14 +399,14 @@ def test_a_failure_of_the_server_leaves_a_line(caplog: pytest.LogCaptureFixture)
     def render(asked: Any) -> Any:
         raise ZeroDivisionError
 
-    async def work(client: Client) -> None:
-        with pytest.raises(ZeroDivisionError):
-            await client.post("/apply-template", {"messages": [{"role": "user", "content": TEXT}]})
-
     caplog.set_level(logging.INFO, logger=requestlog.NAME)
-    server = Server()
+    server = Server(cors=("https://good.example",))
     server.prompts.chat = render  # type: ignore[method-assign]
-    server.run(work)
+    data = {"messages": [{"role": "user", "content": TEXT}]}
+    reply = server.post("/apply-template", data, origin="https://good.example")
+    assert (reply.status, reply.json["error"]["code"]) == (500, "internal_error")
+    assert reply.headers["access-control-allow-origin"] == "https://good.example", "its page can read that"
+    assert "ZeroDivisionError" in caplog.text
     assert [(line["path"], line["status"]) for line in lines(caplog)] == [("/apply-template", 500)]
 
 

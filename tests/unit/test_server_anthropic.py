@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,6 +95,15 @@ def test_why_an_answer_ended() -> None:
         ("max_tokens", None), ("stop_sequence", "ans"), ("tool_use", None),
     ]  # fmt: skip
     assert ends[2]["content"][0]["input"] == {"zone": "CET"}
+
+
+def test_a_template_that_stops_an_answer_ends_the_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text is none of the client's sequences."""
+    server = Server()
+    chat = server.prompts.chat
+    monkeypatch.setattr(server.prompts, "chat", lambda asked: replace(chat(asked), stops=("ans",)))
+    reply = ask(server=server, stop_sequences=["x"]).json
+    assert (reply["stop_reason"], reply["stop_sequence"], reply["usage"]["output_tokens"]) == ("end_turn", None, 6)
 
 
 def test_fields_of_sampling_reach_the_model() -> None:

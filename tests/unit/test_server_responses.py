@@ -369,3 +369,17 @@ def test_a_stream_that_fails_says_so() -> None:
     reply = ask(server=Server(FakeModel(on_step=fail)), stream=True)
     assert reply.frames[-1]["type"] == "response.failed"
     assert reply.frames[-1]["response"]["error"]["code"] == "internal_error"
+
+
+def test_what_a_failure_cuts_is_not_complete() -> None:
+    model = FakeModel()
+
+    def fail() -> None:
+        if model.steps > 6:
+            raise MemoryError
+
+    model.on_step = fail
+    *_, done, failed = ask(server=Server(model), stream=True).frames
+    assert (done["type"], failed["type"]) == ("response.output_item.done", "response.failed")
+    assert done["item"]["content"][0]["text"] in ("a", "an", "an ", "an a", "an an", "an ans")
+    assert done["item"]["status"] == failed["response"]["output"][0]["status"] == "incomplete"
