@@ -19,7 +19,7 @@ from .exchange import Answer, frame
 from .front import Front
 from .images import data_url, image_part
 from .schema import ChatRequest, Objects, TranslatedRequest, _stop
-from .turns import Turns, as_json, as_object, kind_of, parts_of, text_of
+from .turns import Turns, as_json, as_object, kind_of, parts_of, role_of, text_of
 
 _CHANGING = re.compile(r"(?<=\bcch=)[0-9a-zA-Z]+")
 """In Claude Code's billing header, the first thing of each request: a number that differs in every one."""
@@ -85,17 +85,14 @@ def _translated(front: Front, http: HttpRequest, asked: MessagesRequest) -> Chat
 
 def _message(turns: Turns, added: list[dict[str, Any]], message: dict[str, Any], where: str) -> None:
     """added: gets the tools that come with a message."""
-    role = message.get("role")
-    parts = parts_of(message.get("content"), f"{where}.content")
-    if role in ("system", "developer"):
+    role, parts = role_of(message, where), parts_of(message.get("content"), f"{where}.content")
+    if role == "system":
         turns.system("\n\n".join(filter(None, (_instruction(turns, added, part, where) for part in parts))))
         return
-    if role not in ("user", "assistant"):
-        raise ApiError(400, f"{where}.role: {str(role)[:40]!r}, and it must be user, assistant or system", param=where)
     for i, part in enumerate(parts):
-        _block(turns, str(role), part, f"{where}.content.{i}")
+        _block(turns, role, part, f"{where}.content.{i}")
     if not parts:
-        turns.say(str(role), "")
+        turns.say(role, "")
 
 
 def _block(turns: Turns, role: str, part: dict[str, Any], where: str) -> None:

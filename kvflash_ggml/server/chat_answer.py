@@ -10,9 +10,9 @@ from typing import Any
 from ..batching.messages import Event, Finished, Logprob, Piece, Started
 from ..chat.reader import Rendered
 from .errors import ApiError
-from .exchange import DONE, ChoiceAnswer, dumps, frame
+from .exchange import ChoiceAnswer, dumps
 from .schema import ChatRequest, ToolChoice
-from .usage import heading, marked, timings, usage
+from .usage import heading, marked
 
 
 class ChatAnswer(ChoiceAnswer):
@@ -58,15 +58,6 @@ class ChatAnswer(ChoiceAnswer):
 
     def failed(self, error: ApiError) -> bytes:
         return b"".join(self._piece("", (), end=True)) + super().failed(error)
-
-    def ending(self, finished: Finished) -> Iterator[bytes]:
-        last = {**self._chunk, "choices": [], "timings": timings(finished.usage), **self._report(finished)}
-        options = self._asked.stream_options
-        if options is not None and options.include_usage:
-            yield frame({**last, "usage": usage(finished.usage)})
-        elif self._asked.kvflash.report != "none" or self._asked.timings_per_token:
-            yield frame(last)
-        yield DONE
 
     def _piece(
         self, text: str, logprobs: Sequence[Logprob], *, end: bool = False, stopped: bool = False

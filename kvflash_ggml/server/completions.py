@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 from ..batching.messages import Event, Finished, Logprob, Piece, Request, Started
 from .errors import ApiError, invalid
-from .exchange import DONE, ChoiceAnswer, frame
+from .exchange import ChoiceAnswer, frame
 from .front import Front, several
 from .schema import MAX_ANSWERS, CompletionRequest, RawRequest
-from .usage import heading, marked, usage
+from .usage import heading, marked
 
 
 async def completions(front: Front, http: HttpRequest) -> Response:
@@ -137,14 +137,6 @@ class TextAnswer(ChoiceAnswer):
             yield frame({**self._base, "choices": [self._choice(event.text, event.logprobs, None)]})
         elif isinstance(event, Finished):
             yield frame({**self._base, "choices": [self._choice("", (), event.reason)]})
-
-    def ending(self, finished: Finished) -> Iterator[bytes]:
-        options, shown = self._asked.stream_options, self._report(finished)
-        if options is not None and options.include_usage:
-            yield frame({**self._base, "choices": [], "usage": usage(finished.usage), **shown})
-        elif shown:
-            yield frame({**self._base, "choices": [], **shown})
-        yield DONE
 
     def _choice(self, text: str, drawn: Sequence[Logprob], reason: str | None) -> dict[str, Any]:
         logprobs = None

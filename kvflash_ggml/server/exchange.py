@@ -6,7 +6,7 @@ import asyncio
 import json
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -110,7 +110,8 @@ class ChoiceAnswer(Answer):
 
     def __init__(self, asked: Any, reader: AnswerReader | None = None, *, base: dict[str, Any], index: int) -> None:
         super().__init__(asked, reader)
-        self._base, self._index = base, index
+        self._base = self._chunk = base
+        self._index = index
 
     def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> dict[str, Any]:
         return {
@@ -120,6 +121,15 @@ class ChoiceAnswer(Answer):
             "timings": timings(finished.usage),
             **self._report(finished),
         }
+
+    def ending(self, finished: Finished) -> Iterator[bytes]:
+        options, shown = self._asked.stream_options, self._report(finished)
+        last = {**self._chunk, "choices": [], "timings": timings(finished.usage), **shown}
+        if options is not None and options.include_usage:
+            yield frame({**last, "usage": usage(finished.usage)})
+        elif shown or self._asked.timings_per_token:
+            yield frame(last)
+        yield DONE
 
 
 class Inbox:

@@ -224,19 +224,9 @@ class Front(Intake):
         seed = secrets.randbits(32) if asked.seed is None or asked.seed < 0 else asked.seed & 0xFFFFFFFF
         return Sampling(**values, seed=seed, logit_bias=bias, grammar=grammar)
 
-    async def grammar(
-        self, http: HttpRequest, *, text: str | None, schema: dict[str, Any] | None = None, any_json: bool = False
-    ) -> str | None:
-        """Return a checked grammar: `text`, or made of a schema, or for any JSON. None if none is asked for."""
-        if sum((text is not None, schema is not None or any_json)) > 1:
-            raise ApiError(400, "grammar and a JSON format exclude each other", param="grammar")
-        if text is None and schema is None and not any_json:
-            return None
-        return await self.work(http, self._grammar, text, schema)
-
     async def format_grammar(self, http: HttpRequest, asked: _Sampled) -> str | None:
-        """Return the grammar for the form that a request asks for: its grammar, its schema, any JSON, or none."""
-        form, schema = asked.response_format, asked.json_schema
+        """Return a checked grammar for the form that a request asks for: its own, of its schema, any JSON, or none."""
+        form, schema, text = asked.response_format, asked.json_schema, asked.grammar or None
         if form is not None and form.type != "text" and schema is not None:
             raise ApiError(400, "json_schema and response_format exclude each other", param="json_schema")
         if form is not None and form.type == "json_schema":
@@ -246,7 +236,11 @@ class Front(Intake):
         elif form is not None and form.type == "json_object":
             schema = form.json_object
         any_json = form is not None and form.type == "json_object" and schema is None
-        return await self.grammar(http, text=asked.grammar or None, schema=schema, any_json=any_json)
+        if text is None and schema is None and not any_json:
+            return None
+        if text is not None and (schema is not None or any_json):
+            raise ApiError(400, "grammar and a JSON format exclude each other", param="grammar")
+        return await self.work(http, self._grammar, text, schema)
 
     def _grammar(self, text: str | None, schema: dict[str, Any] | None) -> str:
         if schema is not None:

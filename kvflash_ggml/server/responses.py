@@ -25,7 +25,7 @@ from .exchange import Answer, frame
 from .front import Front, Kept
 from .images import image_part
 from .schema import ChatRequest, Objects, TranslatedRequest
-from .turns import Turns, as_json, kind_of, parts_of, text_of
+from .turns import Turns, as_json, kind_of, parts_of, role_of, text_of
 
 _TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
 
@@ -180,23 +180,19 @@ def _item(turns: Turns, item: dict[str, Any], where: str) -> None:
 
 
 def _message(turns: Turns, item: dict[str, Any], where: str) -> None:
-    role, parts = item.get("role"), parts_of(item.get("content"), f"{where}.content")
-    if role not in ("user", "assistant", "system", "developer"):
-        raise ApiError(
-            400, f"{where}.role: {str(role)[:40]!r}, and it must be user, assistant or developer", param=where
-        )
+    role, parts = role_of(item, where), parts_of(item.get("content"), f"{where}.content")
     for shows, run in groupby(parts, lambda part: role == "user" and _shows(part)):
         if shows:
             for part in run:
                 turns.see("user", _image(part))
             continue
         text = "".join(_said(turns, part, where) for part in run)
-        if role in ("system", "developer"):
+        if role == "system":
             turns.system(text)
         else:
-            turns.say(str(role), text)
-    if not parts and role not in ("system", "developer"):
-        turns.say(str(role), "")
+            turns.say(role, text)
+    if not parts and role != "system":
+        turns.say(role, "")
 
 
 def _shows(part: dict[str, Any]) -> bool:

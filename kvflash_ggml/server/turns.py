@@ -129,6 +129,14 @@ def parts_of(value: Any, where: str) -> list[dict[str, Any]]:
     raise invalid(where, f"{where}: it must be a text or a list of parts")
 
 
+def role_of(message: dict[str, Any], where: str) -> str:
+    """user, assistant, or system, which developer is too. ApiError for another role."""
+    role = "system" if message.get("role") == "developer" else message.get("role")
+    if role not in ("user", "assistant", "system"):
+        raise invalid(where, f"{where}.role: {str(role)[:40]!r}, and it must be user, assistant, system or developer")
+    return str(role)
+
+
 def kind_of(part: dict[str, Any]) -> str:
     """The type of a part, for comparisons and for the header."""
     return str(part.get("type"))[:40]

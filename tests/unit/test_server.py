@@ -177,6 +177,14 @@ def test_several_prompts() -> None:
     assert reply.json["usage"]["completion_tokens"] == 8
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_the_timings_of_a_stream(path: str) -> None:
+    asked = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "max_tokens": 2, "stream": True}
+    last = Server().post(path, {**asked, "timings_per_token": True}).frames[-2]
+    assert (last["choices"], last["timings"]["predicted_n"]) == ([], 2)
+    assert Server().post(path, asked).frames[-2]["choices"] != []
+
+
 def test_llama_servers_own_shape() -> None:
     data = {"prompt": "hello", "n_predict": 30, "stop": ["swe"], "return_tokens": True}
     reply = Server().post("/completion", data)
