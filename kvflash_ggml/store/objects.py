@@ -80,9 +80,11 @@ class FolderObjects:
 
     def get(self, name: str) -> bytes:
         path = self._path / name
-        with open(path, "rb", opener=lambda _, flags: system.open_file(path, flags)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise FileNotFoundError(f"{path} is no file")  # a pipe would let its reader wait
+        handle = system.open_file(path)
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise FileNotFoundError(f"{path} is no file")  # a pipe would let its reader wait
+        with os.fdopen(handle, "rb") as file:
             return file.read(MAX_OBJECT + 1)
 
     def put(self, name: str, data: bytes) -> None:

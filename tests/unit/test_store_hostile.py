@@ -229,9 +229,9 @@ def dangling(path: Path) -> None:
     path.symlink_to(path.parent / "nothing")
 
 
-@pytest.mark.parametrize("make", [dangling, os.mkfifo])
-def test_links_and_pipes_are_no_objects(make: Callable[[Path], None], tmp_path: Path) -> None:
-    """Of a link to nothing the survey would try for ever, and a pipe would let it wait."""
+@pytest.mark.parametrize("make", [dangling, os.mkfifo, os.mkdir])
+def test_links_pipes_and_folders_are_no_objects(make: Callable[[Path], None], tmp_path: Path) -> None:
+    """Of a link to nothing the survey would try for ever, a pipe would let it wait, and a folder end a search."""
     texts = SharedTexts(FolderObjects(tmp_path / "store" / MODEL))
     head = publish(texts, tmp_path / "out", TEXT)
     folder = (tmp_path / "store" / MODEL / head.name).parent
