@@ -85,7 +85,8 @@ def test_objects(url: str) -> None:
     assert not objects.create("a/b", b"two")
     objects.put("c/d", b"three")
     objects.put("c/d", b"three")
-    assert (objects.get("a/b"), objects.get("c/d")) == (b"one", b"three")
+    objects.put("c/e", b"")
+    assert (objects.get("a/b"), objects.get("c/d"), objects.get("c/e")) == (b"one", b"three", b"")
     (one,) = objects.list("a")
     assert (one.name, one.size) == ("a/b", 3)
     assert one.modified > 1e9
