@@ -19,6 +19,7 @@ import random
 import signal
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -174,29 +175,33 @@ def to_open(files: Iterable[Path]) -> list[Path]:
     return [file for file in known if file.name.removeprefix("lib").partition(".")[0] in _LINKED]
 
 
+_loading = threading.Lock()
+
+
 def load_backends(ggml: ctypes.CDLL, files: Iterable[Path]) -> None:
     """Have ggml load the backends of a portable build: before llama.cpp would, which looks beside Python's executable.
 
-    It does not happen twice: a backend that is loaded again is another one.
+    It does not happen twice, whichever threads ask: a backend that is loaded again is another one.
 
     Raises:
         OSError: none was loaded.
     """
     ggml.ggml_backend_reg_count.restype = ctypes.c_size_t
     variants = cpu_variants(files)
-    if not variants or ggml.ggml_backend_reg_count():
-        return
-    folder = variants[0].parent
-    ggml.ggml_backend_load_all_from_path.argtypes = [ctypes.c_char_p]
-    ggml.ggml_backend_load_all_from_path.restype = None
-    log, data = ctypes.c_void_p(), ctypes.c_void_p()
-    ggml.ggml_log_get(ctypes.byref(log), ctypes.byref(data))
-    ggml.ggml_log_set(_LOG, None)  # which one it was is asked for where it is of interest
-    ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
-    ggml.ggml_log_set(log, data)
-    if not ggml.ggml_backend_reg_count():
-        names = ", ".join(variant.name for variant in variants)
-        raise OSError(f"ggml could load none of the CPU backends in {folder} ({names})")
+    with _loading:
+        if not variants or ggml.ggml_backend_reg_count():
+            return
+        folder = variants[0].parent
+        ggml.ggml_backend_load_all_from_path.argtypes = [ctypes.c_char_p]
+        ggml.ggml_backend_load_all_from_path.restype = None
+        log, data = ctypes.c_void_p(), ctypes.c_void_p()
+        ggml.ggml_log_get(ctypes.byref(log), ctypes.byref(data))
+        ggml.ggml_log_set(_LOG, None)  # which one it was is asked for where it is of interest
+        ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
+        ggml.ggml_log_set(log, data)
+        if not ggml.ggml_backend_reg_count():
+            names = ", ".join(variant.name for variant in variants)
+            raise OSError(f"ggml could load none of the CPU backends in {folder} ({names})")
 
 
 def _child(model: str, libraries: Sequence[str]) -> None:

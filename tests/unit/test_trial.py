@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,27 @@ def test_backends_are_loaded_once_and_from_the_folder_of_the_build() -> None:
     assert native.folders == []
     with pytest.raises(OSError, match=r"none of the CPU backends in here \(libggml-cpu-x64\.so, "):
         trial.load_backends(Ggml(0), [Path("here", name) for name in PORTABLE_FILES])  # type: ignore[arg-type]
+
+
+def test_backends_are_loaded_once_by_threads() -> None:
+    again = threading.Event()
+
+    class Slow(Ggml):
+        def _load(self, loads: int, folder: bytes) -> None:
+            if self.folders:
+                again.set()
+            self.folders.append(folder)
+            again.wait(0.2)
+            self._count += loads
+
+    ggml: Any = Slow(1)
+    files = [Path("here", name) for name in PORTABLE_FILES]
+    threads = [threading.Thread(target=trial.load_backends, args=(ggml, files)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert ggml.folders == [b"here"]
 
 
 # --- at the end of a build
