@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import GEN_RUNNING, getgeneratorstate
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -383,7 +384,8 @@ class Scheduler:
             if len(self.waiting) or self._calls:
                 raise GaveWay
         (reader,) = (one for one in self._running if one.job is job)
-        others = [one for one in self._running if one is not reader]
+        # one whose steps are running is read here, or further out
+        others = [one for one in self._running if getgeneratorstate(one.steps) != GEN_RUNNING]
         if others:
             began = self._clock()
             self._steps.read(done - reader.done, began - (reader.stepped or max(reader.began, reader.answer.started)))
@@ -399,16 +401,16 @@ class Scheduler:
 
     def _round(self, answers: Sequence[_Running]) -> None:
         """Compute a step of each of these answers, and draw what follows from it: a token, or more with drafts."""
-        for one in tuple(answers):
-            if one.pending is None:
+        for one in tuple(answers):  # while one is read in several steps, others have rounds of their own, and may end
+            if one.pending is None and one in self._running:
                 self._advance(one)
         ready = [(one, one.pending) for one in answers if one.pending is not None]
-        prompts = [pair for pair in ready if pair[1].reads]
+        prompts = _groups([pair for pair in ready if pair[1].reads], min(self.model.prompt_rows, self._steps.rows))
         several = [pair for pair in ready if not (pair[1].alone or pair[1].reads)]
-        prompt_rows = min(self.model.prompt_rows, self._steps.rows)
-        for group in chain(_groups(several, self.model.step_rows), _groups(prompts, prompt_rows)):
-            if len(group) > 1:
-                self.model.compute([step for _, step in group])
+        for group in chain(_groups(several, self.model.step_rows), prompts):
+            steps = [step for one, step in group if one.pending is step]
+            if len(steps) > 1:
+                self.model.compute(steps)
             # whoever can draw does so before the next step
             for one, step in sorted(group, key=lambda pair: pair[1].failed):
                 self._draw(one, step)
@@ -417,8 +419,9 @@ class Scheduler:
                 self._draw(one, step)
 
     def _draw(self, one: _Running, step: Pending) -> None:
-        """Let an answer draw the tokens of its step: their logits are at hand until the next one."""
-        self._advance(one)
+        """Let an answer draw the tokens of its step, unless it has: their logits are at hand until the next one."""
+        if one.pending is step:
+            self._advance(one)
         while step.more and one.pending is None and one in self._running:
             self._advance(one)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy.typing as npt
 import pytest
-from support.served import Asked, ask
+from support.served import Asked, ask, request
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.batching.llama import LlamaModel
@@ -105,6 +105,26 @@ def test_the_next_turn_is_prefilled_from_where_it_was(kind: str, llama: Callable
             assert isinstance(end, Finished)
             assert end.usage.prompt - end.usage.cached <= 21
         assert scheduler.counts.lost == 0
+
+
+def test_a_turn_whose_question_is_evaluated_twice_begins_beside_a_long_prompt(
+    llama: Callable[..., Any], tokens: Tokens
+) -> None:
+    """The text has outgrown its share, so the turn takes two steps, between two of the other prompt."""
+    first, other = prompts_of(tokens, 2)
+    with served(llama, reading="pool") as scheduler:
+        scheduler.start()
+        end = ask(scheduler, first, MOST, ignore_eos=True).wait()
+        assert isinstance(end, Finished)
+        turn = [*first, *end.tokens, *tokens[5000:5100].tolist()]
+        asked = [Asked(request(turn, MOST, ignore_eos=True)), Asked(request(other, MOST, ignore_eos=True))]
+        scheduler.submit_together([(one.request, one.inbox.put, lambda: False) for one in asked])
+        ends = [one.wait() for one in asked]
+        assert all(isinstance(end, Finished) for end in ends)
+        assert scheduler.counters()["page_ins"] > 0
+        found = [end.tokens for end in ends if isinstance(end, Finished)]
+    (wanted,) = lone(llama, [other], reading="pool")
+    assert same(found[1], wanted)
 
 
 @pytest.mark.parametrize("how", ["pool", "exact", "deterministic"])

@@ -75,7 +75,7 @@ class FakeModel:
 
     parallel: texts at hand. together: the texts of each step that was computed for several. pending: a step waits.
     deals: the texts with requests, and the tokens they can reach, whenever the memory was dealt. short: a prompt of so
-    many tokens shares a step with others.
+    many tokens shares a step with others. twice: one of so many might, but its question is evaluated twice.
     """
 
     n_ctx: int = 4096
@@ -83,6 +83,7 @@ class FakeModel:
     prompt_rows: int = 256
     limit: int | None = None
     short: int = 0
+    twice: int = 0
     most: int = STEP
     rows: int = 1
     stateful: bool = False
@@ -114,7 +115,8 @@ class FakeModel:
     def __post_init__(self) -> None:
         self.several = self.parallel > 1 or self.first is not None
         if self.parallel > 1:
-            named = {name: getattr(self, name) for name in ("n_ctx", "stateful", "reply", "on_step", "most", "short")}
+            names = ("n_ctx", "stateful", "reply", "on_step", "most", "short", "twice")
+            named = {name: getattr(self, name) for name in names}
             self.beside = [FakeModel(**named, first=self) for _ in range(1, self.parallel)]
 
     def limit_prompt_steps(self, rows: int | None) -> None:
@@ -155,9 +157,11 @@ class FakeModel:
         known = self.usable(tokens)
         self._cut(known)
         total = len(tokens) - known
-        drawable = self.several and total <= self.short
-        if drawable:
+        short = self.several and total <= self.short
+        if short:
             yield None
+        drawable = short and total != self.twice
+        if drawable:
             shared = FakeStep(self, False, rows=total, reads=True)
             yield from self._waits(shared)
             self.tokens = tokens.copy()
@@ -165,6 +169,7 @@ class FakeModel:
             progress(total, total)
         while (start := len(self.tokens)) < len(tokens):
             self.rows = min(self.most, self.limit or self.most, len(tokens) - start)
+            self.rows = self.rows // 2 if self.rows == self.twice else self.rows
             self._step()
             self.tokens = tokens[: start + self.rows].copy()
             if branch is not None and start < branch <= len(self.tokens):

@@ -124,6 +124,54 @@ def test_short_prompts_that_begin_alike_are_read_once(make: Make, salt: str) -> 
     assert (read, scheduler.counts.forks) == ((900, 0) if salt else (302, SLOTS - 1))
 
 
+@pytest.mark.parametrize("other", [400, STEP], ids=["read further out", "that ends meanwhile"])
+def test_a_short_prompt_that_takes_two_steps_after_all(make: Make, other: int) -> None:
+    """Others go on between its steps: but for one that is being read itself, and one may come to its end."""
+    model = FakeModel(parallel=SLOTS, reply=spelled, short=SHORT, twice=SHORT)
+    scheduler = make(model, begin=False)
+    prompts = [text(SHORT), text(other, 1)]
+    asked = [ask(scheduler, prompts[0], 40), ask(scheduler, prompts[1], 1)]
+    scheduler.start()
+    assert ends(asked) == [spelled(bytes(prompts[0]))[:40].decode(), spelled(bytes(prompts[1]))[:1].decode()]
+    assert sum(slot.model.read_tokens for slot in scheduler.slots) == SHORT + other  # type: ignore[attr-defined]
+
+
+class ReadsAgain(FakeModel):
+    """A model whose text is read again, in two steps, after a step that finds a page damaged."""
+
+    def generate(self, request: Any, *, progress: Any, **more: Any) -> Any:
+        self.progress = progress
+        yield from super().generate(request, progress=progress, **more)
+
+    def _waits(self, step: Any) -> Any:
+        try:
+            yield from super()._waits(step)
+        except SnapshotError:
+            self.progress(1, 2)
+
+
+@pytest.mark.parametrize("most", [1, 40])
+def test_prompts_are_computed_once_while_another_text_is_read_again(make: Make, most: int) -> None:
+    """Between its steps others go on, whose steps were to follow in the same round, and may end."""
+    model = ReadsAgain(parallel=SLOTS, reply=spelled, short=SHORT)
+    scheduler = make(model, begin=False)
+    first = ask(scheduler, text(SHORT, 9), 60)
+    others = []
+
+    def step() -> None:
+        if model.steps == 5:
+            others.extend(ask(scheduler, prompt, most) for prompt in short(2))
+        if model.steps == 6:  # the prompts of both are to be read in this round
+            model.steps += 1
+            raise SnapshotError("a page is damaged")
+
+    model.on_step = step
+    scheduler.start()
+    assert ends([first]) == [spelled(bytes(text(SHORT, 9)))[:60].decode()]
+    assert ends(others) == [spelled(bytes(prompt))[:most].decode() for prompt in short(2)]
+    assert [slot.model.steps for slot in scheduler.slots[1:]] == [most, most]  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("error", [DecodeError("no"), HostMemoryError("full"), RuntimeError("odd"), NotFinite("nan")])
 @pytest.mark.parametrize("who", range(SLOTS))
 def test_a_prompt_that_fails_in_a_shared_step_ends_its_own_answer(make: Make, error: Exception, who: int) -> None:
