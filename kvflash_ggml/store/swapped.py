@@ -255,6 +255,7 @@ class SwapStore(Texts[Conversation]):
         what, full = f"conversations cannot be stored in {swapped.path}", False
         while True:
             try:
+                swapped.make(place.parent)  # a cleaner of temporary files may have deleted it
                 self._write(conversation.swapped, place, sync=sync)
                 break
             except (KVFlashError, OSError) as err:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from support.fake_model import FakeModel, FakePrompts
 
@@ -17,7 +21,7 @@ from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.server.run import serve
 from kvflash_ggml.server.settings import ServerSettings
 from kvflash_ggml.snapshot.container import MAGIC
-from kvflash_ggml.store.swapped import ConversationFolder
+from kvflash_ggml.store.swapped import Conversation, ConversationFolder, SwapStore
 
 
 def test_what_a_killed_server_left_unfinished_goes(tmp_path: Path) -> None:
@@ -73,3 +77,18 @@ def test_a_file_that_another_server_deletes_meanwhile(tmp_path: Path) -> None:
         return salt != ""
 
     assert folder.find("one", may) == (folder.named("one", "bb"), "bb")
+
+
+def test_a_folder_that_the_system_deletes_is_made_again(tmp_path: Path) -> None:
+    """That of `serve --models-dir` lies among the temporary files, unless another one is named."""
+    swapped: Any = SimpleNamespace(tokens=np.arange(9, dtype=np.int32), places=None, parts=dict, release=list)
+    store = SwapStore(
+        capacity=1 << 30, folder=ConversationFolder(tmp_path / "all"), read=lambda path: swapped,
+        write=lambda swapped, path, sync: path.write_bytes(b"1"),
+    )  # fmt: skip
+    one = Conversation(tokens=swapped.tokens)
+    store.put(one, swapped, 0.0)
+    shutil.rmtree(tmp_path / "all")
+    assert store.store(one)
+    assert one.stored is not None
+    assert one.stored.path.read_bytes() == b"1"
