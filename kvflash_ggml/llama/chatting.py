@@ -137,13 +137,15 @@ def _requested(given: Mapping[str, Any]) -> ChatInput:
         raise ConfigError('a tool is {"type": "function", "function": {"name": ..., "parameters": ...}}') from err
     if choice not in ("auto", "required"):
         try:
-            choice, named = "required", choice["function"]["name"]
+            named = choice["function"]["name"]
+            known = named in tools
         except (KeyError, TypeError) as err:
             raise ConfigError(
                 f"tool_choice={choice!r}: 'auto', 'required', 'none', or a tool's function and its name"
             ) from err
-        if named not in tools:
+        if not known:
             raise ConfigError(f"tool_choice names {named!r}, which is no tool: name one of `tools`")
+        choice = "required"
     return ChatInput(messages=given["messages"], tools=given["tools"], choice=choice, named=named)
 
 

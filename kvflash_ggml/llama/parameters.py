@@ -44,10 +44,13 @@ _PREFIX = "kvflash"
 _PATHS = ("drafter", "spill", "calibrate")
 
 _KINDS: dict[Any, tuple[str, tuple[str, ...]]] = {
-    Integral: ("a whole number", ("n_ctx", "n_batch", "n_ubatch", "n_threads", "n_threads_batch", "n_cpu_moe")),
-    (str, os.PathLike): ("the path of a file or folder", ("mmproj", "kvflash_drafter", "kvflash_spill")),
+    Integral: ("a whole number", (
+        "n_ctx", "n_batch", "n_ubatch", "n_threads", "n_threads_batch", "n_cpu_moe", "n_gpu_layers", "main_gpu",
+        "split_mode",
+    )),
+    (str, os.PathLike): ("the path of a file or folder", ("mmproj", "lora_path", "kvflash_drafter", "kvflash_spill")),
     Iterable: ("a list", ("kvflash_pins", "device", "override_tensor", "rpc", "tensor_split")),
-}
+}  # fmt: skip
 
 defaults: dict[str, Any] = {}
 """Keywords for every Llama that is made, where its maker does not give them. Set by `install`."""

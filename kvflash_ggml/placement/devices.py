@@ -66,12 +66,16 @@ def read(upstream: dict[str, Any], config: KVFlashConfig | None) -> DeviceChoice
         device = () if device == "none" else tuple(device.split(","))
     if isinstance(overrides, str):
         overrides = parse_overrides(overrides)
+    try:
+        pairs = tuple((str(pattern), str(where)) for pattern, where in overrides)
+    except (TypeError, ValueError) as err:
+        raise ConfigError(f"override_tensor={overrides!r}: pairs of a regular expression and a device") from err
     layers = upstream.pop("n_cpu_moe", None) or 0
     if layers < 0:
         raise ConfigError(f"n_cpu_moe={layers}: a number of layers, 0 or more")
     return DeviceChoice(
         device=None if device is None else tuple(device),
-        override_tensor=tuple((str(pattern), str(where)) for pattern, where in overrides),
+        override_tensor=pairs,
         n_cpu_moe=layers,
     )
 
