@@ -92,7 +92,10 @@ def read_override(text: str) -> tuple[str, bool | int | float | str]:
     kind, colon, value = typed.partition(":")
     if not (key and colon) or kind not in _KINDS:
         raise ValueError(f"{text!r} is not a field and its value, as qwen3.context_length=int:65536")
-    return key, _KINDS[kind](value)
+    try:
+        return key, _KINDS[kind](value)
+    except ValueError as err:
+        raise ValueError(f"{text!r}: {value!r} is no value of the type {kind}") from err
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -239,7 +239,7 @@ def test_what_llama_takes_as_keywords(words: str, expected: dict[str, Any], serv
         ("--lora-scaled a.gguf", "as adapter.gguf:0.5"),
         ("--lora-scaled a.gguf:nan", "as adapter.gguf:0.5"),
         ("--override-kv a=4", "as qwen3.context_length=int:65536"),
-        ("--override-kv a=int:four", "four"),
+        ("--override-kv a=int:four", "'four' is no value of the type int"),
         ("--yarn -c 8192", "the file says no length"),
         ("--api-prefix llm", "as /llm"),
         ("--chat-template llama3", "chatml is the only name"),
