@@ -121,7 +121,7 @@ def _embedder(front: Front, *, ranks: bool) -> Embedder:
     embedder = front.embedder
     if embedder is None or (embedder.pooling == "rank") is not ranks:
         what, flag = ("reranking", "--reranking and a reranker") if ranks else ("embeddings", "--embeddings")
-        raise ApiError(501, f"{what} need a context of their own: start a server with {flag}", code="not_served")
+        raise ApiError(501, f"this server has no context for {what}: start one with {flag}", code="not_served")
     return embedder
 
 

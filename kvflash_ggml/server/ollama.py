@@ -87,7 +87,7 @@ async def show(front: Front, http: HttpRequest) -> Response:
         raise ApiError(404, f"model {wanted[:80]!r} not found: {alias!r} is served", code="model_not_found")
     template, n_ctx = front.prompts.template or "", front.scheduler.model.n_ctx
     able = {"insert": bool(front.prompts.gap), "embedding": front.embedder is not None}
-    return JSONResponse(shown(entry(alias, front.created, facts), facts, template=template, n_ctx=n_ctx, able=able))
+    return JSONResponse(shown(_entry(front), facts, template=template, n_ctx=n_ctx, able=able))
 
 
 def shown(

@@ -338,9 +338,9 @@ class CompletionRequest(_Sampled):
     @classmethod
     def _given(cls, data: Any) -> Any:
         """Here null asks for no limit, and leaving it out for 16 tokens."""
-        given = _without_null(data)
-        if given is not data and "max_tokens" in data:
-            given.setdefault("max_tokens", -1)
+        given, names = _without_null(data), {"max_completion_tokens", "n_predict", "max_tokens"}
+        if given is not data and names & data.keys() and not names & given.keys():
+            given["max_tokens"] = -1
         return given
 
 
