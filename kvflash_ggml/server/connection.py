@@ -54,6 +54,15 @@ class Connection(H11Protocol):
         else:
             super().handle_events()
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse bytes that are no HTTP. Behind an answer nothing can be said; within one they are left unread."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        elif self.conn.our_state is h11.SEND_BODY:
+            self.flow.pause_reading()
+        else:
+            self.transport.close()
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._answered():

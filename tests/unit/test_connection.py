@@ -76,6 +76,10 @@ class Client:
             assert not self._task.done(), "the connection has ended"
             await asyncio.sleep(0.01)
 
+    async def until(self, data: bytes) -> None:
+        while data not in self._came:
+            await asyncio.sleep(0.01)
+
     async def rest(self) -> bytes:
         """What comes until the server closes the connection."""
         await self._task
@@ -280,6 +284,37 @@ def test_a_head_that_is_too_long(reads: tuple[int, ...], before: bytes) -> None:
             assert "16384 bytes" in body["error"]["message"]
 
     run(work)
+
+
+def test_bytes_that_nobody_expects_within_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """The answer goes on: old clients send a line end behind a body."""
+
+    async def work(connect: Any) -> None:
+        async with connect() as client:
+            await client.send(HEALTH.replace(b"/health", b"/kvflash/events")[:-2] + b"Connection: close\r\n\r\n")
+            await client.until(b"data: ")
+            for _ in range(2):
+                await client.send(b"\r\n")
+                await asyncio.sleep(0.1)
+            assert connect.open
+
+    run(work)
+    assert "data_received" not in caplog.text, "asyncio logs what fails there, and cuts the answer"
+
+
+def test_bytes_that_nobody_expects_behind_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+    async def work(connect: Any) -> None:
+        async with connect() as client:
+            head = ASK.replace(b"completions", b"nothing").replace(
+                b"Content-Length: 1000000", b"Transfer-Encoding: chunked"
+            )
+            await client.send(head)
+            assert (await client.reply())[0] == 404
+            await client.send(b"this is no chunk\r\n")
+            assert await client.rest() == b""
+
+    run(work)
+    assert "data_received" not in caplog.text
 
 
 def test_a_head_that_has_the_most_bytes() -> None:
