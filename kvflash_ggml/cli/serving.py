@@ -52,11 +52,9 @@ class ServerOptions:
         help="The model, from a hub: fetched once (kvflash-run pull --help).",
     )  # fmt: skip
     alias: str | None = _server(
-        notation.word,
-        "-a",
-        metavar="NAME",
+        notation.word, "-a", metavar="NAME",
         help="Name of the model in the API.  [default: the file's name, or the hub's]",
-    )
+    )  # fmt: skip
     chat_template: str | None = _server(
         read_template, metavar="JINJA|chatml", help="Jinja template in place of the model's own, as text."
     )

@@ -146,8 +146,7 @@ def _result(turns: Turns, part: dict[str, Any], where: str) -> str | dict[str, A
         return text_of(part.get("text"), f"{where}.content")
     if kind == "tool_reference":
         return f"The tool {part.get('tool_name')} can be called now."
-    turns.leave_out(f"tool_result.{kind}")
-    return f"[{kind}: left out, since this model reads text only]"
+    return turns.leave_out(f"tool_result.{kind}")
 
 
 def _tools(turns: Turns, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

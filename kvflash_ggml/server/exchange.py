@@ -325,7 +325,7 @@ class EventStream(Response):
 
     async def _bytes(self, send: Send, data: bytes) -> None:
         if data:
-            await self._send(send, _more(data))
+            await self._send(send, {"type": "http.response.body", "body": data, "more_body": True})
 
     async def _send(self, send: Send, message: Message) -> None:
         task = asyncio.current_task()
@@ -344,10 +344,6 @@ class EventStream(Response):
 
 def _joined(answer: Answer, event: Event) -> bytes:
     return b"".join(answer.frames(event))
-
-
-def _more(data: bytes) -> Message:
-    return {"type": "http.response.body", "body": data, "more_body": True}
 
 
 def frame(value: Any, kind: str = "") -> bytes:

@@ -47,8 +47,8 @@ class Guard:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                if message["status"] >= 400:
-                    _log(scope, message["status"])
+                if message["status"] >= 400 and TAKEN not in scope:  # the scheduler logs what it has taken
+                    requestlog.refused(scope["method"], scope["path"], scope.get(KEY, ""), message["status"])
                 out = MutableHeaders(scope=message)
                 out["X-Content-Type-Options"] = "nosniff"
                 if allowed and origin is not None:
@@ -160,9 +160,3 @@ class Guard:
                 "Access-Control-Max-Age": "600",
             },
         )
-
-
-def _log(scope: Scope, status: int) -> None:
-    """Log a refused request. The scheduler logs those that it has taken."""
-    if TAKEN not in scope:
-        requestlog.refused(scope["method"], scope["path"], scope.get(KEY, ""), status)

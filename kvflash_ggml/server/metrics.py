@@ -73,9 +73,7 @@ class Metrics:
         for name, (what, value) in gauges.items():
             yield GaugeMetricFamily(f"kvflash:{name}", what, value=value)
         gap = GaugeMetricFamily(
-            "kvflash:inter_token_gap_seconds",
-            "Between two tokens of an answer, of the newest 4,096.",
-            labels=["quantile"],
+            "kvflash:inter_token_gap_seconds", "Between two of the newest 4,096 tokens.", labels=["quantile"]
         )
         seconds = sorted(scheduler.gaps.copy())
         for share in (0.5, 0.99) if seconds else ():

@@ -207,8 +207,7 @@ def _said(turns: Turns, part: dict[str, Any], where: str) -> str:
     kind = kind_of(part)
     if kind in _TEXTS:
         return text_of(part.get("refusal" if kind == "refusal" else "text"), where)
-    turns.leave_out(kind)
-    return f"[{kind}: left out, since this model reads text only]"
+    return turns.leave_out(kind)
 
 
 def _reasoning(item: dict[str, Any], where: str) -> str:

@@ -91,11 +91,9 @@ class ServerSettings:
         help="Longest answer in tokens, where the request names no limit.",
     )  # fmt: skip
     most_tokens: int | None = _limits(
-        int,
-        "--max-tokens-limit",
-        least=1,
+        int, "--max-tokens-limit", least=1,
         help="Longest answer in tokens, whatever the request says.  [default: the context]",
-    )
+    )  # fmt: skip
     timeout_s: float = _limits(
         float, "--timeout", "-to", least=0, above=True, default=3600, metavar="S",
         help="Seconds for a request, from its arrival to its end.",
@@ -114,13 +112,9 @@ class ServerSettings:
         help="Seconds to wait for a client that stops reading or sending.",
     )  # fmt: skip
     drain_s: float = _limits(
-        float,
-        "--drain",
-        least=0,
-        default=30,
-        metavar="S",
+        float, "--drain", least=0, default=30, metavar="S",
         help="Seconds that running answers get when the server ends.",
-    )
+    )  # fmt: skip
     ping_s: float = 15.0
     sampling: Sampling = field(default_factory=Sampling)
 

@@ -57,8 +57,10 @@ class Turns:
         content = _joined(parts, "\n")
         self._messages.append({"role": "tool", "tool_call_id": id, **named, "content": content})
 
-    def leave_out(self, what: str) -> None:
+    def leave_out(self, what: str) -> str:
+        """Note a part for the header. Return what stands for one that must have a text."""
         self.left_out.append(what)
+        return f"[{what.rpartition('.')[2]}: left out, since this model reads text only]"
 
     def chat(self, http: HttpRequest, asked: TranslatedRequest, data: dict[str, Any]) -> ChatRequest:
         """Return `asked` as a chat with these messages and the fields `data`. ApiError for a field that is wrong.
