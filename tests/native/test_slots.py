@@ -16,7 +16,7 @@ from kvflash_ggml.batching.llama import LlamaModel
 from kvflash_ggml.batching.messages import Failed, Finished, Piece
 from kvflash_ggml.batching.scheduler import Scheduler
 from kvflash_ggml.constants import CHUNK
-from kvflash_ggml.errors import ConfigError, KVFlashError
+from kvflash_ggml.errors import ConfigError, DecodeError, HostMemoryError, KVFlashError, NotFinite
 
 pytestmark = pytest.mark.usefixtures("known_heads")
 
@@ -162,6 +162,44 @@ def test_short_prompts_that_wait_together_share_a_step(how: str, llama: Callable
     assert found[0] == others[0]
     wanted = lone(llama, prompts[:SLOTS], **given)
     assert all(same([token for token, _ in mine], its) for mine, its in zip(found, wanted, strict=True))
+
+
+def test_what_goes_wrong_in_a_step_of_prompts_is_of_one_answer(
+    llama: Callable[..., Any], tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that is refused, or with logits that are not finite, is done for each prompt alone; a host without room
+    for a page costs the answer whose page it is.
+    """
+    prompts = [tokens[200 * i : 200 * i + 100 + i].tolist() for i in range(3 * SLOTS)]
+    wanted = lone(llama, prompts, calibrate=False)
+    with served(llama, rows=512, calibrate=False) as scheduler:
+        pool, faults = scheduler.model._sequence.pool, []  # type: ignore[attr-defined]
+
+        def broken(where: Any, name: str, error: Exception, due: Callable[[Any], bool]) -> None:
+            real, times = getattr(where, name), iter([True])
+
+            def call(first: Any, *rest: Any) -> Any:
+                if due(first) and next(times, False):
+                    faults.append(error)
+                    raise error
+                return real(first, *rest)
+
+            monkeypatch.setattr(where, name, call)
+
+        scheduler.start()
+        for at, (where, name, error, due) in enumerate([  # the slots are empty at first, so no text is swapped out
+            (pool.heap, "new", HostMemoryError("the host is full"), lambda count: True),
+            (pool.engine, "step", DecodeError("refused"), lambda count: count > 4 * CHUNK),
+            (pool.engine, "argmax", NotFinite("no number"), lambda rows: len(rows) == SLOTS),
+        ]):  # fmt: skip
+            broken(where, name, error, due)
+            asked = [Asked(request(p, MOST, ignore_eos=True)) for p in prompts[at * SLOTS :][:SLOTS]]
+            scheduler.submit_together([(one.request, one.inbox.put, lambda: False) for one in asked])
+            ends = [one.wait() for one in asked]
+            assert len(faults) == at + 1
+            assert [isinstance(end, Failed) for end in ends].count(True) == (name == "new")
+            for end, its in zip(ends, wanted[at * SLOTS :], strict=False):
+                assert isinstance(end, Failed) or same(end.tokens, its)
 
 
 def resident(scheduler: Scheduler) -> list[int]:
