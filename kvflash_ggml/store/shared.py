@@ -262,6 +262,7 @@ class SharedTexts:
         self._closed = False
         self._announced = set[str]()
         self._unsure: dict[str, bytes] = {}  # heads whose writing failed, and that may be there, with their checksums
+        self._left: dict[str, tuple[str, ...]] = {}  # earlier heads and marks of a text that got another id, by that
         self._taking = threading.Lock()
         self._free = 0.0  # when the next transfer may begin
         self._lock = threading.Lock()
@@ -404,11 +405,14 @@ class SharedTexts:
             if self._take(head):
                 break
             id, number = new_id(), 1
+        replaced = () if base is None else (base.name, f"{base.name}~{marks_of(base.tokens)}")
+        if base is not None and head.id != base.id:
+            self._left[head.id] = (*self._left.pop(base.id, ()), *replaced)  # another server may go on from this state
+            replaced = ()
         with suppress(OSError):  # the state is written: marks save time, and `prune` deletes what is left
             self._objects.put(f"{head.name}~{marks_of(head.tokens)}", b"")
-            if base is not None and head.id == base.id:
-                self._objects.delete(base.name)
-                self._objects.delete(f"{base.name}~{marks_of(base.tokens)}")
+            for name in replaced:
+                self._objects.delete(name)
         return head
 
     def _take(self, head: Head) -> bool:
@@ -468,6 +472,8 @@ class SharedTexts:
     def erase(self, begin: str, id: str) -> int:
         """Forget a conversation, and return its newest number. Its blocks go with the next `prune`. OSError."""
         newest = 0
+        for left in self._left.get(id, ()):
+            self._objects.delete(left)
         for one in self._objects.list(f"heads/{begin}"):
             name = parse_name(one.name)
             if name is not None and name.id == id:

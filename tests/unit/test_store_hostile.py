@@ -22,7 +22,7 @@ from kvflash_ggml.errors import KVFlashError, SnapshotError
 from kvflash_ggml.files import being_written
 from kvflash_ggml.store import shared as shared_module
 from kvflash_ggml.store.objects import MAX_OBJECT, FolderObjects, Listed, RemoteObjects, TimedObjects
-from kvflash_ggml.store.shared import Draft, Head, SharedTexts, begin_of
+from kvflash_ggml.store.shared import Draft, Head, SharedTexts, begin_of, parse_name
 from kvflash_ggml.store.swapped import Conversation
 from kvflash_ggml.store.takeover import SharedSwapStore
 
@@ -78,6 +78,27 @@ def test_a_state_whose_writing_failed_is_erased_too() -> None:
     store.put(one, Parked(), 0.0)
     assert not store.store(one)
     assert [name for name in objects.all if name.startswith("heads/")], "it is there, though the server does not know"
+    store.erase(one)
+    assert [name for name in objects.all if name.startswith("heads/")] == []
+    store.close()
+
+
+def test_the_states_before_a_failed_one_are_erased_too() -> None:
+    """The text goes on under another identity, because the next name of its own may have been used."""
+    objects = MemoryObjects()
+    store = store_of(objects, clock=iter(range(0, 10**6, 1000)).__next__)
+    one = Conversation(tokens=TEXT)
+    away = Away("create", armed="create")
+    for more, fails in ([], False), ([1], True), ([2], False):
+        if one in store:
+            store.take(one)
+        swapped: Any = SimpleNamespace(tokens=np.append(TEXT, np.int32(more)), places=None, parts=dict, release=list)
+        store.put(one, swapped, 0.0)
+        away.on = fails
+        objects.before = away if fails else lambda what, name: None
+        assert store.store(one) is not fails
+    heads = [name for name in map(parse_name, objects.all) if name is not None and name.marks is None]
+    assert len({head.id for head in heads}) == 2
     store.erase(one)
     assert [name for name in objects.all if name.startswith("heads/")] == []
     store.close()
