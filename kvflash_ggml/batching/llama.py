@@ -105,7 +105,7 @@ class LlamaModel:
         llm.kvflash_together = llm._config.sequences > 1
         self._stats = llm.kvflash
         self.stateful = self._stats.stateful
-        self._speculator = llm._reader.speculator
+        self._speculator, self._drafts = llm._reader.speculator, True  # _drafts: of the newest request
         vocab = llm._model.vocab
         self._is_eog: Callable[[int], bool] = lambda token: bool(llama_cpp.llama_vocab_is_eog(vocab, token))
         self._watch = ResidencyObserver(self._stats.reasons)
@@ -161,7 +161,7 @@ class LlamaModel:
         progress: Progress,
         paused: Paused | None = None,
     ) -> Generator[int | Pending | None]:
-        llm, sampling = self.llm, request.sampling
+        llm, sampling, self._drafts = self.llm, request.sampling, request.drafts
         processor = with_bias(None, dict(sampling.logit_bias)) if sampling.logit_bias else None
         grammar = Grammar(text=sampling.grammar) if isinstance(sampling.grammar, str) else sampling.grammar
         llm.set_seed(sampling.seed)
@@ -317,6 +317,7 @@ class LlamaModel:
     def counters(self) -> Mapping[str, Any]:
         stats, drafts = self._stats, self._speculator
         last, total = (DraftStats(), DraftStats()) if drafts is None else drafts.counted()
+        last = last if self._drafts else DraftStats()  # it has those of an earlier request
         return {
             "pool": stats.pool,
             "length": stats.length,

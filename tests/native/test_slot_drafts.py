@@ -14,7 +14,7 @@ from support.served import Asked, ask, assert_alike, served
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.batching import pace
-from kvflash_ggml.batching.messages import Failed, Piece, Sampling
+from kvflash_ggml.batching.messages import Failed, Finished, Piece, Sampling
 from kvflash_ggml.batching.scheduler import Scheduler
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.errors import ConfigError, DecodeError
@@ -229,3 +229,16 @@ def test_answers_to_one_prompt_and_a_cancelled_one(kind: str, llama: Callable[..
         (again,) = all_at_once(running, [texts[1]])
         assert_alike(again, wanted[3])
         assert llm.kvflash.spec.total.accepted > 0
+
+
+def test_an_answer_without_drafts_reports_none(llama: Callable[..., Any], tokens: Tokens) -> None:
+    """Another one in its slot had some."""
+    (text,), drafted = texts_of(tokens, 1), []
+    with served(llama("dense", **settings(parallel=2))) as running:
+        for drafts in (True, False, True):
+            end = all_at_once(running, [text], drafts=drafts)[0].wait()
+            assert isinstance(end, Finished)
+            drafted.append(end.report["drafted"])
+            assert (end.report["accepted"] > 0) is drafts
+        assert running.counters()["drafted_total"] == sum(drafted) > 0
+    assert drafted[1] == 0
