@@ -209,10 +209,8 @@ class LlamaModel:
 
     def _load(self, images: Sequence[Image]) -> None:
         """Have the rows of these images, and of those of all running requests, known to the steps that come."""
-        sequence = self.llm._reader.sequence
-        assert sequence is not None
         self._images[id(self)] = images
-        sequence.pool.media.begin()
+        self._sequence.pool.media.begin()
         for image in chain(*self._images.values()):
             image.load()
 

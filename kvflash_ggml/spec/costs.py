@@ -273,8 +273,7 @@ class Budget:
     what they won. pending: time of the proposals of this step.
     """
 
-    def __init__(self, eps: float, credit: float) -> None:
-        self.eps, self._credit = eps, credit
+    def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
@@ -283,13 +282,13 @@ class Budget:
 
     def left(self, step: float) -> float:
         """Return what the next step may cost beyond a plain `step`."""
-        return self._credit * step + self.eps * self.plain - self.excess - self.pending
+        return CREDIT * step + EPS * self.plain - self.excess - self.pending
 
     def record(self, step: float, steps: float, seconds: float, *, plain: bool) -> None:
         """Note a step that won as much as so many plain steps of `step` each. plain: it costs what these cost."""
         self.record_plain(steps * step, seconds + self.pending)
         self.excess += self.pending if plain else seconds + self.pending - steps * step
-        self.excess = max(self.excess, -EARNED * self._credit * step)
+        self.excess = max(self.excess, -EARNED * CREDIT * step)
 
     def record_plain(self, plain: float, took: float | None = None) -> None:
         """Note steps that plain decoding would have taken `plain` for. took: what they took, if not the same."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .costs import CREDIT, EPS, FADE, HOPE, Budget, DraftCosts, Shares, StepTimes, expected
+from .costs import EPS, FADE, HOPE, Budget, DraftCosts, Shares, StepTimes, expected
 from .draft import Draft
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -133,7 +133,7 @@ class Controller(Controls):
     """Chooses the rows that win most tokens a second, by the times and acceptance of recent steps and drafts.
 
     The bound: let P be the time that plain decoding would have taken for the same tokens, and T[1] the time of one
-    plain step. An answer takes at most (1 + eps) P + 4 T[1], plus the error of one step's expected time, whatever
+    plain step. An answer takes at most (1 + EPS) P + 4 T[1], plus the error of one step's expected time, whatever
     drafters return. A step that could break this bound is not taken. Times and acceptance outlive the answer.
 
     With rows of other texts beside it, a step takes the time of all rows and wins a token for each of the others. Then
@@ -152,15 +152,13 @@ class Controller(Controls):
         *,
         serial: Collection[str] = (),
         hopes: Mapping[str, float] | None = None,
-        eps: float = EPS,
-        credit: float = CREDIT,
         level: bool = False,
     ) -> None:
         self._widths = tuple(sorted(width for width in widths if width > 1))
         self._serial, self._hopes = frozenset(serial), hopes or {}
         self._drafters: dict[str, DraftCosts] = {}
         self._times = StepTimes()  # by rows of all texts
-        self._budget = Budget(eps, credit)
+        self._budget = Budget()
         self._level = level
         self._beside = 0  # rows of other texts in the last step, or such texts if all have equally many
         self._rows = 0  # of the last step
@@ -317,7 +315,7 @@ class Controller(Controls):
         """
         drafter = self._drafter(name)
         drafter.failed += 1
-        repaid = drafter.seconds(1) / (self._budget.eps / 4 * self._time(1)) if self._knows else 0.0
+        repaid = drafter.seconds(1) / (EPS / 4 * self._time(1)) if self._knows else 0.0
         drafter.resting = min(1 << min(drafter.failed, 16), round(repaid))
         drafter.why = f"{name} rests: its last {drafter.failed} proposals came to nothing"
 

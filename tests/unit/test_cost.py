@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from kvflash_ggml.spec.costs import EARNED, StepTimes
-from kvflash_ggml.spec.decision import CLIMB, CREDIT, EPS, HOLD, WIDTHS, Controller, Controls, Fixed
+from kvflash_ggml.spec.costs import CREDIT, EARNED, EPS, StepTimes
+from kvflash_ggml.spec.decision import CLIMB, HOLD, WIDTHS, Controller, Controls, Fixed
 from kvflash_ggml.spec.draft import Draft, chain
 
 Device = Callable[[int], float]
