@@ -74,23 +74,14 @@ def measure(model: int, params: ctypes.Structure, *, cells: int, query_rows: int
         raise NotMade(f"no context can be made with these settings: {reason()}")
     check(status)
     step = 0 if params.swa_full else params.n_ubatch  # llama.cpp adds it to a window
-    return Measure(
-        n_ubatch=params.n_ubatch,
-        pool=cells,
-        devices=_read_needs(devices),
-        layers=tuple(
-            LayerSizes(
-                k_row=x.k_values,
-                v_row=x.v_values,
-                window=x.cells and x.cells - step,
-                state=x.state,
-                query=x.query,
-                heads=x.n_head,
-                heads_kv=x.n_head_kv,
-            )
-            for x in layers
-        ),
-    )
+    sizes = tuple(
+        LayerSizes(
+            k_row=x.k_values, v_row=x.v_values, window=x.cells and x.cells - step, state=x.state, query=x.query,
+            heads=x.n_head, heads_kv=x.n_head_kv,
+        )
+        for x in layers
+    )  # fmt: skip
+    return Measure(n_ubatch=params.n_ubatch, pool=cells, devices=_read_needs(devices), layers=sizes)
 
 
 def taken(context: int, model: int) -> tuple[Needs, ...]:

@@ -24,15 +24,9 @@ SAMPLES = 64
 SAMPLE = 64 << 10
 
 ROPE = (
-    "rope_scaling_type",
-    "rope_freq_base",
-    "rope_freq_scale",
-    "yarn_ext_factor",
-    "yarn_attn_factor",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_orig_ctx",
-)
+    "rope_scaling_type", "rope_freq_base", "rope_freq_scale",
+    "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx",
+)  # fmt: skip
 
 Fingerprint = dict[str, Any]
 

@@ -144,15 +144,10 @@ class Prefixes:
         self._disk: DiskTier | None = None
         if cache.folder is not None:
             self._disk = DiskTier(
-                cache.folder,
-                capacity=cache.disk_bytes,
-                fingerprint=store.fingerprint,
-                settings={**store.settings, "pins": session.config.pins},
-                heap=heap,
-                blank=session.engine.blank,
-                stateful=self._stateful,
-                limits=session.limits(n_vocab),
-            )
+                cache.folder, capacity=cache.disk_bytes, fingerprint=store.fingerprint,
+                settings={**store.settings, "pins": session.config.pins}, heap=heap, blank=session.engine.blank,
+                stateful=self._stateful, limits=session.limits(n_vocab),
+            )  # fmt: skip
         session.paging.keep_images_for(self)
         heap.add_reclaimer(self._memory.evict)
 
