@@ -162,7 +162,7 @@ class LlamaModel:
         paused: Paused | None = None,
     ) -> Generator[int | Pending | None]:
         llm, sampling, self._drafts = self.llm, request.sampling, request.drafts
-        processor = with_bias(None, dict(sampling.logit_bias)) if sampling.logit_bias else None
+        processor = with_bias(None, dict(sampling.logit_bias), llm.n_vocab()) if sampling.logit_bias else None
         grammar = Grammar(text=sampling.grammar) if isinstance(sampling.grammar, str) else sampling.grammar
         llm.set_seed(sampling.seed)
         self._watch.begin()

@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ConfigError
+
 if TYPE_CHECKING:
     import llama_cpp
 
@@ -16,11 +18,19 @@ _ENDS: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 """The tokens of a model that end an answer."""
 
 
-def with_bias(processor: llama_cpp.LogitsProcessorList | None, bias: dict[int, float]) -> llama_cpp.LogitsProcessorList:
-    """The processors, and one that adds the bias of each token."""
+def with_bias(
+    processor: llama_cpp.LogitsProcessorList | None, bias: dict[int, float], n_vocab: int
+) -> llama_cpp.LogitsProcessorList:
+    """The processors, and one that adds the bias of each token. ConfigError for a token that the model does not have.
+
+    An error of a processor is printed, and its answer goes on without it.
+    """
     import llama_cpp
 
     added = {int(token): float(value) for token, value in bias.items()}
+    for token in added:
+        if not 0 <= token < n_vocab:
+            raise ConfigError(f"logit_bias of token {token}: this model has 0 to {n_vocab - 1}")
     return llama_cpp.LogitsProcessorList([*(processor or ()), _bias_processor(added)])
 
 

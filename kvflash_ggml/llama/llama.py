@@ -575,7 +575,7 @@ class Llama(llama_cpp.Llama):
         **kwargs: Any,
     ) -> Iterator[Any]:
         if logit_bias:
-            logits_processor = with_bias(logits_processor, logit_bias)
+            logits_processor = with_bias(logits_processor, logit_bias, self.n_vocab())
         if self._previews is not None:
             kwargs["stopping_criteria"] = self._previews.criteria(kwargs.get("stopping_criteria"))
         completion: Any = super()._create_completion(prompt, logits_processor=logits_processor, **kwargs)

@@ -218,7 +218,7 @@ def test_the_penalties_go_on_with_a_text(pair: Any, prompt: list[int]) -> None:
 
 def test_an_answer_does_not_end_before_so_many_tokens(pair: Any, prompt: list[int]) -> None:
     for llm in pair:
-        end, bias = llm.token_eos(), with_bias(None, {llm.token_eos(): 100.0})
+        end, bias = llm.token_eos(), with_bias(None, {llm.token_eos(): 100.0}, llm.n_vocab())
         for least in (0, 1, 7):
             found = drawn(llm, prompt, Samplers(temperature=0.0, min_tokens=least), logits_processor=bias)
             assert found.index(end) == least

@@ -68,6 +68,13 @@ def test_a_cache_that_no_machine_holds(settings: dict[str, Any], models: dict[st
             ask()
 
 
+@pytest.mark.parametrize("token", [-1, 1 << 20])
+def test_a_bias_of_a_token_that_is_none(token: int, llama: Any) -> None:
+    """It was printed as an ignored error, and the answer went on without any bias."""
+    with pytest.raises(ConfigError, match=f"logit_bias of token {token}: this model has 0 to 4095"):
+        llama().create_completion("a", max_tokens=1, logit_bias={5: 1.0, token: 1.0})
+
+
 def test_a_model_by_its_path(models: dict[str, Path]) -> None:
     with closing(Llama(models["small"], vocab_only=True, verbose=False)) as llm:
         assert llm.model_path == str(models["small"])
