@@ -11,7 +11,7 @@ import ctypes
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,10 +90,8 @@ def measure(model: Path, drafts: Sequence[Path], texts: Sequence[str], *, tokens
         answers = []
         for path, file in zip(drafts, files, strict=True):
             draft, block = _open(path, find.kind_of(file), target.facts)
-            try:
+            with closing(draft):
                 answers.append(answer(draft, known, block))
-            finally:
-                draft.close()
         return answers
 
 
@@ -132,8 +130,10 @@ class TargetModel:
     def __init__(self, path: Path, layers: Sequence[int], stack: ExitStack, *, nextn: bool = False) -> None:
         import llama_cpp
 
+        from .context import DraftModel
+
         self._lc = lc = llama_cpp
-        self.model = _load(path, stack)
+        self.model = stack.enter_context(closing(DraftModel(path, offload=library.supports_gpu_offload()))).address
         self.width = int(lc.llama_model_n_embd(self.model))
         self.n_ctx = min(int(lc.llama_model_n_ctx_train(self.model)), _MAX_PROMPT)
         self.ctx = _context(self.model, self.n_ctx, stack)
@@ -191,14 +191,6 @@ class TargetModel:
         if count <= 0:
             raise ConversionError("the text", "tokens", found=count, wanted="one or more", remedy="Give another text.")
         return list(found[:count])
-
-
-def _load(path: Path, stack: ExitStack) -> Any:
-    from .context import DraftModel
-
-    model = DraftModel(path, offload=library.supports_gpu_offload())
-    stack.callback(model.close)
-    return model.address
 
 
 def _context(model: Any, n_ctx: int, stack: ExitStack) -> Any:

@@ -201,7 +201,9 @@ class Speculator:
         if limit < 1:
             return None
         if not one.drafter.wants and one.observed < len(tokens):  # this is fast, except for a long prompt
-            one.observe(one.observed, _locked(tokens[one.observed :]), None)
+            news = tokens[one.observed :]
+            news.flags.writeable = False
+            one.observe(one.observed, news, None)
             if one.failed:
                 return None
         one.read = len(tokens)
@@ -359,13 +361,6 @@ class Speculator:
         for one in self._awake:
             if one.drafter.wants and one.gets_rows and len(tokens):
                 one.observe(start, tokens, (self._features, rows))
-
-
-def _locked(tokens: Int32s) -> Int32s:
-    """Return the tokens as a read-only view."""
-    seen: Int32s = tokens.view()
-    seen.flags.writeable = False
-    return seen
 
 
 class SpecStats:
