@@ -503,7 +503,7 @@ class Llama(llama_cpp.Llama):
     @locked
     def set_cache(self, cache: PrefixCache | BaseLlamaCache | None) -> None:
         """Use a prefix cache from now on: ours, which needs a pool, one of upstream's, or none."""
-        self._saver.use(cache if isinstance(cache, PrefixCache) else None)
+        self._saver.use(cache)
         super().set_cache(None if isinstance(cache, PrefixCache) else cache)
 
     @contextmanager

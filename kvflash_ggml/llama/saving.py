@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
+from llama_cpp.llama_cache import BaseLlamaCache
 
 from ..arrays import Int32s, common_prefix
 from ..config import PrefixCache
@@ -142,13 +143,17 @@ class Saver:
 
     # --- prefix cache
 
-    def use(self, cache: PrefixCache | None) -> None:
-        """Keep texts in this cache from now on, or in none."""
+    def use(self, cache: PrefixCache | BaseLlamaCache | None) -> None:
+        """Keep texts in this cache from now on; in none if it is none or upstream's. ConfigError for another object."""
+        if not isinstance(cache, PrefixCache | None) and not hasattr(cache, "__setitem__"):
+            raise ConfigError(
+                f"set_cache({cache!r}): a PrefixCache, such as PrefixCache(folder=...), or one of upstream's"
+            )
         reader, before = self.reader, self.reader.prefixes
         reader.prefixes = None
         if before is not None:
             before.close()
-        if cache is None:
+        if not isinstance(cache, PrefixCache):
             return
         if reader.sequence is None:
             raise KVFlashError("a PrefixCache keeps pages of a pool: make the Llama with kvflash=")

@@ -124,6 +124,11 @@ def test_a_state_that_is_none(pool: int | None, llama: Any) -> None:
 
 
 def test_objects_of_another_kind(llama: Any) -> None:
+    llm = llama(kvflash=512)
+    for none in (5, "folder"):
+        with pytest.raises(ConfigError, match=r"set_cache\(.*\): a PrefixCache"):
+            llm.set_cache(none)
+    assert llm.create_completion("a", max_tokens=1)["choices"]
     with pytest.raises(ConfigError, match="kvflash_cache=5: a PrefixCache, or the folder of one"):
         llama(kvflash=512, kvflash_cache=5)
     with pytest.raises(ConfigError, match=r"kvflash_progress=5: what is called as \(done, total\)"):
