@@ -56,7 +56,10 @@ def _attempt(prepared: Sequence[Prepared], errors: dict[int, Exception], again: 
         else:
             ready[0][0].pool.run([step for _, step in ready])
         why: Exception | None = None
-        spoiled = _spoiled(ready) if ready[0][1].codes == [0] else ready
+        if ready[0][1].codes == [0]:
+            spoiled = [] if _are_finite(ready) else [one for one in ready if not _are_finite([one])]
+        else:
+            spoiled = ready
     except Exception as err:
         why, spoiled = err, ready
     for text, step in spoiled:
@@ -75,14 +78,10 @@ def _attempt(prepared: Sequence[Prepared], errors: dict[int, Exception], again: 
                 _attempt([(text, step)], errors, again)
 
 
-def _spoiled(ready: Sequence[Prepared]) -> list[Prepared]:
-    """Return the steps with logits that are not finite. Waits for the compute."""
-    return [] if _are_finite(ready) else [one for one in ready if not _are_finite([one])]
-
-
 def _are_finite(ready: Sequence[Prepared]) -> bool:
-    """Check all rows in one call, and note the likeliest tokens. With 16 texts, calls of one row each would take a
-    twentieth of a step's Python time.
+    """Wait for the compute, check all rows in one call, and note the likeliest tokens.
+
+    With 16 texts, calls of one row each would take a twentieth of a step's Python time.
     """
     rows: list[int] = []
     begins: list[tuple[Step, int]] = []

@@ -102,11 +102,6 @@ class AskedDrafter:
         newest = self.drafter.wants.newest
         return length - self.read if newest is None else min(newest, length - self.read)
 
-    def is_ready(self) -> bool:
-        """Return whether it can be asked. It gets the target's rows from now on."""
-        self.unasked = 0
-        return not (self.drafter.wants and self.missing)
-
     # --- calls of the drafter
 
     def observe(self, start: int, tokens: Int32s, rows: tuple[FeatureRows, Floats] | None) -> None:

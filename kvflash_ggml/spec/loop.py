@@ -193,7 +193,8 @@ class Speculator:
     ) -> Draft | None:
         """Return the part of one drafter's proposal that is worth verifying, or None."""
         tokens = text.tokens
-        if not one.is_ready():
+        one.unasked = 0  # it gets the target's rows from now on
+        if one.drafter.wants and one.missing:
             return None
         limit = min(requested, text.room_ahead - 1)
         if self._end is not None:
