@@ -253,7 +253,8 @@ class Controller(Controls):
         self._times.record(rows + beside, seconds, first=first)  # other texts change their rows at any time
         if rows > 1 and draft is None:  # for drafts of other texts, which pay for it: a plain step of this one
             rows, seconds = 1, self._time(1) if self._knows else 0.0
-        if self._knows:  # a plain step after a plain step costs what plain decoding costs
+        # a plain step behind a plain step is what plain decoding would have done, whatever it took
+        if self._knows:
             self._since_timed += seconds
             self._budget.record(self._time(1), self._gain(won), seconds, plain=rows == 1 and not changed)
         self._budget.pending = 0.0
@@ -310,8 +311,8 @@ class Controller(Controls):
             self._due = steps
 
     def _fail(self, name: str) -> None:
-        """Let a drafter rest after a proposal in vain: longer each time, but at most until its cost is made good
-        for.
+        """Let a drafter rest after a proposal in vain. The rest doubles each time, until it makes up for the cost of
+        a token.
         """
         drafter = self._drafter(name)
         drafter.failed += 1

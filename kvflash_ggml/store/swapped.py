@@ -227,7 +227,7 @@ class SwapStore(Texts[Conversation]):
             return False
         able.sort(key=lambda one: one is self._held)
         first = self._first(able)
-        stored = self.store(first, sync=False)  # a request waits for the room
+        stored = self.store(first, sync=False)  # not synced: a request waits for this memory
         self.counts.stored += stored
         self.counts.dropped += not stored
         if stored and first.stored is not None:

@@ -218,7 +218,7 @@ def test_a_gpu_that_the_build_cannot_use_is_told() -> None:
     assert run(code.format(False, 99)).returncode == 0
 
 
-def test_cuda_queues_a_step_of_a_prompt_unless_a_program_says_otherwise() -> None:
+def test_a_longer_launch_queue_is_asked_of_cuda_unless_the_environment_says_otherwise() -> None:
     library.load()
     assert os.environ["CUDA_SCALE_LAUNCH_QUEUES"] == "4x"
     code = LOAD + "import os; print(os.environ['CUDA_SCALE_LAUNCH_QUEUES'])"
