@@ -198,6 +198,16 @@ def written(scheduler: Scheduler, count: int) -> None:
     until(lambda: scheduler.call(lambda: scheduler.swapped.counts.written).result(10) >= count)
 
 
+def later(scheduler: Scheduler, now: list[float], count: int) -> None:
+    """Let time pass until the server has written so many states: what fails late makes the store rest once more."""
+
+    def reached() -> bool:
+        now[0] += REST_S
+        return scheduler.call(lambda: scheduler.swapped.counts.written).result(10) >= count
+
+    until(reached)
+
+
 def test_another_server_goes_on(server: Callable[..., Scheduler]) -> None:
     one, other = server(), server()
     tokens = TEXT.tolist()
@@ -236,8 +246,7 @@ def test_a_store_that_fails_costs_no_answer(server: Callable[..., Scheduler], ca
         assert answer(one, [*TEXT, turn], 20).reason == "stop"
     assert [record for record in caplog.messages if "the store cannot be used" in record] == [caplog.messages[0]]
     objects.before = lambda what, name: None
-    now[0] += REST_S
-    written(one, 1)  # without another turn
+    later(one, now, 1)  # without another turn
     answer(one, [*TEXT, 9], 20)
     written(one, 2)
 
@@ -255,8 +264,7 @@ def test_a_write_that_failed_is_repeated(server: Callable[..., Scheduler]) -> No
     until(lambda: one.call(lambda: one.swapped.counts.failed).result(10))
     objects.before = lambda what, name: None
     assert one.call(lambda: one.swapped.counts.written).result(10) == 0
-    now[0] += REST_S
-    written(one, 1)
+    later(one, now, 1)
 
 
 def test_a_full_store_is_searched_still(server: Callable[..., Scheduler]) -> None:
