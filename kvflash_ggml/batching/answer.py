@@ -9,9 +9,23 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Any
 
-from ..errors import ContextFull
+from ..errors import ConfigError, ContextFull
 from .behind import PREVIEW
-from .messages import Finished, Logprob, Missed, Piece, Preview, Request, Started, Usage
+from .messages import (
+    CANCELLED,
+    CONTEXT,
+    DEADLINE,
+    INVALID,
+    SHUTDOWN,
+    Finished,
+    Logprob,
+    Missed,
+    Piece,
+    Preview,
+    Request,
+    Started,
+    Usage,
+)
 from .model import Model, Paused, Pending
 from .queue import Job
 from .slot import Slot
@@ -78,6 +92,20 @@ class Cancelled(Exception):
 
 class DeadlinePassed(Exception):
     """The answer took too long."""
+
+
+class ShuttingDown(Exception):
+    """Answers that run end now."""
+
+
+ENDS: Mapping[type[Exception], str] = {
+    Cancelled: CANCELLED,
+    DeadlinePassed: DEADLINE,
+    ShuttingDown: SHUTDOWN,
+    ContextFull: CONTEXT,
+    ConfigError: INVALID,  # pins that the pool cannot hold
+}
+"""What ends an answer, with its code. The text stays at hand."""
 
 
 class PutAside(Exception):

@@ -268,20 +268,21 @@ class RequestQueue:
             self._lanes.setdefault(lane, deque()).appendleft(job)
             self._count_in(job)
 
-    def take(self) -> Job | None:
-        """The next one, None if nobody waits: then there is room for everybody at once."""
+    def take(self, fits: Callable[[Job], bool] = lambda job: True) -> Job | None:
+        """The next one that fits, None if there is none. If nobody waits, there is room for everybody at once."""
         with self._lock:
             if not self._lanes:
                 self._places.clear()
-                return None
-            highest = max(priority for priority, _ in self._lanes)
-            lane = next(lane for lane in self._lanes if lane[0] == highest)
-            jobs = self._lanes.pop(lane)
-            job = jobs.popleft()
-            if jobs:
-                self._lanes[lane] = jobs  # behind the other keys
-            self._forget(job)
-            return job
+            for lane in sorted(self._lanes, key=lambda lane: -lane[0]):  # of one priority in their order
+                job = next(filter(fits, self._lanes[lane]), None)
+                if job is not None:
+                    jobs = self._lanes.pop(lane)
+                    jobs.remove(job)
+                    if jobs:
+                        self._lanes[lane] = jobs  # behind the other keys
+                    self._forget(job)
+                    return job
+            return None
 
     def remove_if(self, unwanted: Callable[[Job], bool]) -> list[Job]:
         """Take out all that are not wanted any more."""

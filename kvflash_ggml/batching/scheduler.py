@@ -6,27 +6,23 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import GEN_RUNNING, getgeneratorstate
 from itertools import chain
 from typing import Any, TypeVar
 
-from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite
+from ..errors import KVFlashError, NotFinite
 from ..store.shared import SharedTexts
 from ..store.swapped import ConversationFolder, SwapStore
 from ..store.takeover import SharedSwapStore
-from .answer import Answer, Cancelled, DeadlinePassed, PutAside
+from .answer import ENDS, Answer, Cancelled, DeadlinePassed, PutAside, ShuttingDown
 from .behind import Behind, GaveWay
 from .conversations import Conversations
 from .messages import (
     CANCELLED,
-    CONTEXT,
-    DEADLINE,
     INTERNAL,
-    INVALID,
     NUMERICAL,
     QUEUE_DEADLINE,
     SHUTDOWN,
@@ -40,6 +36,7 @@ from .messages import (
 from .model import Model, Pending
 from .pace import Pace
 from .queue import Job, RequestQueue
+from .running import Running, groups
 from .slot import Slot, SlotCounts
 
 logger = logging.getLogger("kvflash_ggml")
@@ -58,6 +55,9 @@ ADDED = ("pool", "chunks", "resident", "length", "page_ins", "page_outs")
 LONG_PROMPT = 1024
 """A prompt of which so many tokens had to be read is written to a shared store before its answer has ended."""
 
+LET_SHARE = 0.5
+"""What other prompts may have of a long one's tokens read so far: it takes half as long again at most."""
+
 SWEEP_S = 0.25
 """How often the queue is looked through for requests whose time is up, while another runs."""
 
@@ -72,30 +72,13 @@ class Limits:
     itl_target: float | None = None
 
 
-@dataclass(slots=True, eq=False)
-class _Running:
-    """An answer in a slot. steps: `Answer.make`. pending: its next step; None where it has to be prepared first.
-
-    stepped: when the newest step of its prompt was done, at its token `done`; None before the first one.
-    """
-
-    job: Job
-    answer: Answer
-    slot: Slot
-    began: float
-    steps: Generator[Pending | None, None, Finished]
-    stepped: float | None = None
-    done: int = 0
-    pending: Pending | None = None
-
-
 class Scheduler:
     """Any thread submits and cancels; events go to the sinks on the engine's thread. on_end: called there with each
     request that has had a slot, what it took and how it ended. clock: seconds.
 
     There is a slot for the model's text, and for each text beside it. A request takes the free slot whose text saves
     most of its prompt. A step computes the next token of all running answers. Prompts of one step that wait together
-    share steps. A longer prompt is read alone, and the others decode between two of its steps.
+    share steps. Between two steps of a longer prompt the others decode, and shorter prompts are read.
     """
 
     def __init__(
@@ -137,10 +120,11 @@ class Scheduler:
         self._begun: dict[str, Answer] = {}  # that were put aside
         self._aside: list[Job] = []  # of these, whose readers have enough for now
         self._calls: deque[tuple[bool, Callable[[], None]]] = deque()  # each with: it changes nothing
-        self._dealt: list[_Running] = []  # to whose texts the pool was dealt
+        self._dealt: list[Running] = []  # to whose texts the pool was dealt
+        self._door = threading.Lock()  # what came in before `_stopping` is told how it ended
         self._stopping = False
         self._ending = False  # answers that run end too
-        self._running: list[_Running] = []
+        self._running: list[Running] = []
         self.stalls = 0  # answers that were put aside for their readers
         self.gaps: deque[float] = deque(maxlen=GAPS)  # seconds between two tokens of an answer
         self._steps = Pace(limits.itl_target)
@@ -215,17 +199,18 @@ class Scheduler:
 
     def submit_together(self, requests: Sequence[tuple[Request, Callable[[Event], None], Callable[[], bool]]]) -> None:
         """All of one client's requests, each with its `sink` and `full`, or none of them. Errors: those of `submit`."""
-        if self._stopping:
-            raise KVFlashError("the server is shutting down: try again later")
         now = self._clock()
         jobs = {one.id: Job(request=one, sink=sink, full=full, submitted=now) for one, sink, full in requests}
-        self._jobs |= jobs
-        try:
-            self.waiting.put(*jobs.values(), pace=self._pace)
-        except KVFlashError:
-            for id in jobs:
-                del self._jobs[id]
-            raise
+        with self._door:
+            if self._stopping:
+                raise KVFlashError("the server is shutting down: try again later")
+            self._jobs |= jobs
+            try:
+                self.waiting.put(*jobs.values(), pace=self._pace)
+            except KVFlashError:
+                for id in jobs:
+                    del self._jobs[id]
+                raise
         self._wake.set()
 
     def cancel(self, id: str) -> None:
@@ -255,10 +240,11 @@ class Scheduler:
             except BaseException as err:
                 future.set_exception(err)
 
-        if self._stopping:
-            future.set_exception(KVFlashError("the server is shutting down: try again later"))
-            return future
-        self._calls.append((looks, run))
+        with self._door:
+            if self._stopping:
+                future.set_exception(KVFlashError("the server is shutting down: try again later"))
+            else:
+                self._calls.append((looks, run))
         self._wake.set()
         return future
 
@@ -269,7 +255,8 @@ class Scheduler:
 
     def close(self) -> None:
         """End what runs and waits, put every text aside and store it where there is a folder, close the model."""
-        self._ending = self._stopping = True
+        with self._door:
+            self._ending = self._stopping = True
         self._wake.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -331,17 +318,24 @@ class Scheduler:
         request = job.request
         if self.shared is None or job.fetching is not None or job.begun or not request.reuse:
             return False
-        cached = max(slot.gain(request) for slot in self.slots)
-        _, length = self.shared.find(request.tokens, salt=request.salt, name=request.conversation)
-        job.fetching = self.shared.search(request.tokens, salt=request.salt, cached=max(cached, length))
+        job.fetching = self.shared.search(request.tokens, salt=request.salt, cached=self._cached(request))
         if job.fetching is not None:
             self._aside.append(job)
         return job.fetching is not None
 
+    def _cached(self, request: Request) -> int:
+        """Return how many tokens of a prompt need not be read: a text has them that is not being read itself."""
+        if not request.reuse:
+            return 0
+        _, length = self.swapped.find(request.tokens, salt=request.salt, name=request.conversation)
+        reading = [one.slot for one in self._running if one.reads]
+        return max([length, *(slot.gain(request) for slot in self.slots if slot not in reading)])
+
     def _begin(self, job: Job) -> None:
         request, now = job.request, self._clock()
+        begun = [one for one in self._running if not one.reads]
         # prompts that are to share a step, and whose texts can be copied once they are read
-        self._round([one for one in self._running if not one.answer.generated and one.slot.will_gain(request)])
+        self._round([one for one in begun if not one.answer.generated and one.slot.will_gain(request)])
         free = [slot for slot in self.slots if slot.request is None]
         # an empty one rather than one whose text somebody may go on with
         slot = max(free, key=lambda slot: (slot.gain(request), slot.conversation is None, -slot.used))
@@ -354,17 +348,19 @@ class Scheduler:
             answer.gaps, answer.name = self.gaps, self.conversations.unused(job.behind)
         self._steps.begin()
         slot.model.limit_prompt_steps(self._steps.rows if self._running else None)
-        beside = [one.slot for one in self._running if one.pending is None]  # nothing of their texts is under way
-        running = _Running(job, answer, slot, now, answer.make(slot, beside))
+        beside = [one.slot for one in begun if one.pending is None and one in self._running]  # nothing is under way
+        running = Running(job, answer, slot, now, answer.make(slot, beside))
         self._running.append(running)
         if self._deal(running):
             self._advance(running, check=True)
 
-    def _deal(self, begins: _Running | None = None) -> bool:
+    def _deal(self, begins: Running | None = None) -> bool:
         """Deal the pool to the answers that run, unless they have it. False if that ends the one that begins."""
-        if len(self.slots) == 1 or self._dealt == self._running:
+        pending = [one for one in self._running if one.pending is not None]
+        # a text that is read again within its step has places for the step
+        if len(self.slots) == 1 or self._dealt == self._running or any(one.reads for one in pending):
             return True
-        self._round([one for one in self._running if one.pending is not None])  # such steps have their places
+        self._round(pending)  # such steps have their places
         self._dealt = self._running.copy()
         reach = [(one.slot.model, len(one.job.request.tokens) + one.job.request.max_tokens) for one in self._running]
         try:
@@ -377,37 +373,60 @@ class Scheduler:
         return True
 
     def _between(self, job: Job, done: int) -> None:
-        """A prompt is read so far, and more steps are to come: other answers go on meanwhile. GaveWay."""
+        """A prompt is read so far, with more steps to come: others go on meanwhile, and short ones begin. GaveWay."""
         if job.behind:
             self._bring_back()
             self._run_calls(changes=False)
             if len(self.waiting) or self._calls:
                 raise GaveWay
         (reader,) = (one for one in self._running if one.job is job)
-        # one whose steps are running is read here, or further out
-        others = [one for one in self._running if getgeneratorstate(one.steps) != GEN_RUNNING]
+        took = self._clock() - (reader.stepped or max(reader.began, reader.answer.started))
+        self._let_in(reader, done)
+        others = [one for one in self._running if not one.reads]
         if others:
             began = self._clock()
-            self._steps.read(done - reader.done, began - (reader.stepped or max(reader.began, reader.answer.started)))
+            self._steps.read(done - reader.done, took)
             steps, goes_on = 0, True
             while others and goes_on:
                 self._round(others)
                 steps += 1
                 others = [one for one in others if one in self._running]
                 goes_on = self._steps.goes_on(steps, self._clock() - began)
+            self._deal()
         self._run_calls(changes=len(self.slots) > 1)
         reader.stepped, reader.done = self._clock(), done
         reader.slot.model.limit_prompt_steps(self._steps.rows if others else None)
 
-    def _round(self, answers: Sequence[_Running]) -> None:
+    def _let_in(self, reader: Running, done: int) -> None:
+        """Begin with requests whose prompts are short beside what was read of a long one: they do not wait for its end.
+
+        A prompt that begins like it waits all the same, and goes on from its text. A third one is not read.
+        """
+        if self._ending or sum(one.reads for one in self._running) > 1:
+            return
+        self._bring_back()
+
+        def fits(job: Job) -> bool:
+            cached, left = self._cached(job.request), int(LET_SHARE * done) - reader.let
+            return len(job.request.tokens) - cached <= left and not reader.slot.will_gain(job.request, cached)
+
+        while any(slot.request is None for slot in self.slots):
+            job = self.waiting.take(fits)
+            if job is None:
+                return
+            if not self._fetches(job):
+                reader.let += len(job.request.tokens) - self._cached(job.request)
+                self._begin(job)
+
+    def _round(self, answers: Sequence[Running]) -> None:
         """Compute a step of each of these answers, and draw what follows from it: a token, or more with drafts."""
         for one in tuple(answers):  # while one is read in several steps, others have rounds of their own, and may end
             if one.pending is None and one in self._running:
                 self._advance(one)
         ready = [(one, one.pending) for one in answers if one.pending is not None]
-        prompts = _groups([pair for pair in ready if pair[1].reads], min(self.model.prompt_rows, self._steps.rows))
+        prompts = groups([pair for pair in ready if pair[1].reads], min(self.model.prompt_rows, self._steps.rows))
         several = [pair for pair in ready if not (pair[1].alone or pair[1].reads)]
-        for group in chain(_groups(several, self.model.step_rows), prompts):
+        for group in chain(groups(several, self.model.step_rows), prompts):
             steps = [step for one, step in group if one.pending is step]
             if len(steps) > 1:
                 self.model.compute(steps)
@@ -418,14 +437,14 @@ class Scheduler:
             if step.alone:
                 self._draw(one, step)
 
-    def _draw(self, one: _Running, step: Pending) -> None:
+    def _draw(self, one: Running, step: Pending) -> None:
         """Let an answer draw the tokens of its step, unless it has: their logits are at hand until the next one."""
         if one.pending is step:
             self._advance(one)
         while step.more and one.pending is None and one in self._running:
             self._advance(one)
 
-    def _advance(self, one: _Running, *, check: bool = False) -> None:
+    def _advance(self, one: Running, *, check: bool = False) -> None:
         """Let an answer go on to its next step, or the next token."""
         try:
             if check:
@@ -443,7 +462,7 @@ class Scheduler:
         except Exception as err:
             self._finish(one, *self._failure(one, err))
 
-    def _finish(self, one: _Running, reason: str, event: Event) -> None:
+    def _finish(self, one: Running, reason: str, event: Event) -> None:
         usage = one.answer.usage
         try:
             one.slot.settle()
@@ -467,16 +486,16 @@ class Scheduler:
             self.behind.add(one.job.request, one.answer.conversation, self._clock())
         self._tell(one.job, event)
 
-    def _leave(self, one: _Running) -> None:
+    def _leave(self, one: Running) -> None:
         if one.job.behind:
             one.slot.interrupt()
         self._running.remove(one)
         one.pending = one.slot.request = None
 
-    def _failure(self, one: _Running, err: Exception) -> tuple[str, Event]:
+    def _failure(self, one: Running, err: Exception) -> tuple[str, Event]:
         """How an answer ended that did not come to its end, and its last event."""
         request = one.job.request
-        for kind, code in _FAILURES.items():
+        for kind, code in ENDS.items():
             if isinstance(err, kind):
                 return _failed(code, str(err))
         if isinstance(err, KVFlashError):
@@ -489,7 +508,7 @@ class Scheduler:
         self._forget_text(one.slot)
         return _failed(INTERNAL, f"the server failed at this request ({type(err).__name__}): its log says why")
 
-    def _put_aside(self, one: _Running) -> None:
+    def _put_aside(self, one: Running) -> None:
         """Its conversation is swapped out like any other; the job waits for its reader."""
         job = one.job
         self._begun[job.request.id], job.begun = one.answer, True
@@ -569,31 +588,3 @@ def _logged(what: str, *names: str) -> Iterator[None]:
 
 def _failed(code: str, message: str) -> tuple[str, Failed]:
     return code, Failed(code=code, message=message)
-
-
-def _groups(ready: Sequence[tuple[_Running, Pending]], limit: int) -> Iterator[list[tuple[_Running, Pending]]]:
-    """Yield the answers whose steps are computed together, of at most `limit` rows in all."""
-    group: list[tuple[_Running, Pending]] = []
-    rows = 0
-    for pair in ready:
-        rows += pair[1].rows
-        if group and rows > limit:
-            yield group
-            group, rows = [], pair[1].rows
-        group.append(pair)
-    if group:
-        yield group
-
-
-class ShuttingDown(Exception):
-    """Answers that run end now."""
-
-
-_FAILURES: Mapping[type[Exception], str] = {
-    Cancelled: CANCELLED,
-    DeadlinePassed: DEADLINE,
-    ShuttingDown: SHUTDOWN,
-    ContextFull: CONTEXT,
-    ConfigError: INVALID,  # pins that the pool cannot hold
-}
-"""What ends an answer, with its code. The text stays at hand."""

@@ -69,12 +69,16 @@ class Slot:
         live, goes_on = self._live(request)
         return live if goes_on or live >= MIN_BEGINNING else 0
 
-    def will_gain(self, request: Request) -> bool:
-        """Return whether another prompt should wait for the one that is to be read here, and begin with its copy."""
+    def will_gain(self, request: Request, cached: int | None = None) -> bool:
+        """Return whether another prompt should wait for the one that is to be read here, and begin with its copy.
+
+        cached: how many of its tokens need not be read anyway; None for those that the text at hand has.
+        """
         mine = self.request
         if mine is None or mine.salt != request.salt or not (mine.reuse and request.reuse):
             return False
-        return common_prefix(mine.tokens, request.tokens) >= max(MIN_BEGINNING, self.gain(request) + CHUNK)
+        cached = self.gain(request) if cached is None else cached
+        return common_prefix(mine.tokens, request.tokens) >= max(MIN_BEGINNING, cached + CHUNK)
 
     def _live(self, request: Request) -> tuple[int, bool]:
         """How much of a prompt the text at hand saves, and whether the prompt is its continuation."""

@@ -13,7 +13,7 @@ from support.served import Asked, ask, request
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.batching.llama import LlamaModel
-from kvflash_ggml.batching.messages import Failed, Finished, Piece
+from kvflash_ggml.batching.messages import Event, Failed, Finished, Piece
 from kvflash_ggml.batching.scheduler import Scheduler
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, DecodeError, HostMemoryError, KVFlashError, NotFinite
@@ -125,6 +125,48 @@ def test_a_turn_whose_question_is_evaluated_twice_begins_beside_a_long_prompt(
         found = [end.tokens for end in ends if isinstance(end, Finished)]
     (wanted,) = lone(llama, [other], reading="pool")
     assert same(found[1], wanted)
+
+
+@pytest.mark.parametrize("share", ["strict", "elastic"])
+@pytest.mark.parametrize(
+    ("kind", "reading"),
+    [("dense", "pool"), ("dense", "exact"), ("hybrid", "pool"), ("hybrid", "exact"), ("iswa", "pool")],
+)
+def test_short_prompts_do_not_wait_for_a_long_one(
+    kind: str, reading: str, share: str, llama: Callable[..., Any], tokens: Tokens
+) -> None:
+    """They are read, and answered, between its steps, and one of them takes several steps itself. With equal shares
+    each answer is that of a lone run.
+    """
+    prompts = [
+        tokens[:2400].tolist(),
+        tokens[3000:3100].tolist(),
+        tokens[4000:4700].tolist(),
+        tokens[5000:5020].tolist(),
+    ]
+    with served(llama, kind, share=share, reading=reading) as scheduler:
+        asked = [Asked(request(prompt, MOST, ignore_eos=True)) for prompt in prompts]
+        long = asked[0].request
+        beside: list[int] = []  # requests, while the long prompt was read
+
+        def sink(number: int) -> Callable[[Event], None]:
+            def put(event: Event) -> None:
+                if isinstance(event, Finished) and long in [one for one, _ in scheduler.reading]:
+                    beside.append(number)
+                asked[number].inbox.put(event)
+
+            return put
+
+        scheduler.submit_together([(one.request, sink(i), lambda: False) for i, one in enumerate(asked)])
+        scheduler.start()
+        ends = [one.wait() for one in asked]
+        assert all(isinstance(end, Finished) for end in ends)
+        assert scheduler.counters()["page_ins"] > 0
+        assert sorted(beside) == [1, 2, 3]
+        found = [end.tokens for end in ends if isinstance(end, Finished)]
+    if share == "strict":
+        wanted = lone(llama, prompts, kind, reading=reading)
+        assert all(same(mine, its) for mine, its in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("how", ["pool", "exact", "deterministic"])

@@ -176,7 +176,7 @@ class FakeModel:
                 self.places.add(branch)
             self.read_tokens += len(self.tokens) - start
             progress(len(self.tokens) - known, total)
-        self.rows = 1
+        self.rows, drawable = 1, self.several and not drawn
         for token in [*self.reply(bytes(request.tokens.astype(np.uint8))), END][len(drawn) :]:
             if drawable:
                 drawable = False  # the first one needs no step

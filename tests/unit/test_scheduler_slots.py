@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from support.fake_model import STEP, FakeModel
 from support.served import Asked, answer, ask, request
 
 from kvflash_ggml.batching.conversations import ConversationBusy
-from kvflash_ggml.batching.messages import Access, Event, Failed, Finished
+from kvflash_ggml.batching.messages import Access, Event, Failed, Finished, Piece
 from kvflash_ggml.batching.scheduler import Scheduler
 from kvflash_ggml.errors import DecodeError, HostMemoryError, NotFinite, SnapshotError
 from kvflash_ggml.store.swapped import ConversationFolder
@@ -323,6 +324,85 @@ def test_others_go_on_while_a_prompt_is_read(make: Make) -> None:
     assert asked[0].text == spelled(bytes(text(50)))[:390].decode()
     reading = order[order.index("Started 1") : order.index("Piece 1")]
     assert reading.count("Piece 0") >= 3000 // STEP - 1
+
+
+LONG = 3000
+
+
+def beside_long(
+    make: Make, later: dict[int, list[list[int]]], known: list[int] | None = None, **settings: Any
+) -> tuple[Scheduler, list[Asked], list[int]]:
+    """A prompt of LONG tokens is read, and others come at so many steps. Returns all of them, and how many tokens of
+    the long one were read at the first token of each.
+
+    known: a prompt that was answered before.
+    """
+    model = FakeModel(parallel=SLOTS, reply=spelled, **settings)
+    scheduler, asked = make(model, begin=False), [Asked(request(text(LONG, 9), 5))]
+    if known is not None:
+        scheduler.start()
+        answer(scheduler, known, 5)
+    steps, read, long = count(), dict[str, int](), scheduler.slots[0 if known is None else 1].model
+
+    def sink(one: Asked) -> Callable[[Event], None]:
+        def put(event: Event) -> None:
+            if isinstance(event, Piece):
+                read.setdefault(one.request.id, long.read_tokens)  # type: ignore[attr-defined]
+            one.inbox.put(event)
+
+        return put
+
+    def come() -> None:
+        for prompt in later.pop(next(steps), ()):
+            asked.append(Asked(request(prompt, 5)))
+            scheduler.submit(asked[-1].request, sink(asked[-1]))
+
+    for one in (model, *model.beside):
+        one.on_step = come
+    scheduler.submit(asked[0].request, sink(asked[0]))
+    if known is None:
+        scheduler.start()
+    assert isinstance(asked[0].wait(), Finished)
+    assert ends(asked) == [spelled(bytes(one.request.tokens.tolist()))[:5].decode() for one in asked]
+    return scheduler, asked, [read[one.request.id] for one in asked]
+
+
+@pytest.mark.parametrize("short", [0, SHORT], ids=["alone", "in shared steps"])
+def test_a_short_prompt_does_not_wait_for_a_long_one(make: Make, short: int) -> None:
+    """It is answered as soon as twice as much of the long one was read."""
+    _, _, read = beside_long(make, {5: [text(SHORT), text(400, 1), text(SHORT, 2)]}, short=short)
+    assert read == [LONG, 6 * STEP, -(-2 * (400 + 2 * SHORT) // STEP) * STEP, 6 * STEP]
+
+
+def test_short_prompts_take_half_of_the_time_of_a_long_one_at_most(make: Make) -> None:
+    _, _, read = beside_long(make, {5: [text(100, i) for i in range(20)]})
+    assert read[1:] == sorted(read[1:])
+    assert all(at >= min(LONG, 2 * 100 * (i + 1)) for i, at in enumerate(read[1:]))
+    assert read[14] < LONG
+
+
+def test_while_a_second_prompt_is_read_no_third_one_is(make: Make) -> None:
+    _, _, read = beside_long(make, {20: [text(400, 1)], 23: [text(10, 2)]})
+    assert read == [LONG, 21 * STEP, 21 * STEP]
+    read = beside_long(make, {20: [text(400, 1), text(SHORT, 2)]})[2]
+
+
+def test_a_prompt_that_begins_as_the_long_one_does_waits_for_its_text(make: Make) -> None:
+    scheduler, asked, read = beside_long(make, {20: [[*text(LONG, 9)[:1000], *text(50, 1)]]})
+    assert read == [LONG, LONG]
+    end = asked[1].wait()
+    assert isinstance(end, Finished)
+    assert (end.usage.cached, scheduler.counts.forks) == (1000, 1)
+
+
+def test_what_counts_of_a_prompt_is_what_has_to_be_read(make: Make) -> None:
+    known = text(2000)
+    turn = [*known, *spelled(bytes(known))[:5], *text(50, 1)]
+    _, asked, read = beside_long(make, {5: [turn]}, known=known)
+    assert read == [LONG, 6 * STEP]
+    end = asked[1].wait()
+    assert isinstance(end, Finished)
+    assert end.usage.cached == 2004
 
 
 @pytest.mark.parametrize("error", [DecodeError("step 7 failed"), NotFinite("no numbers")])
