@@ -72,7 +72,8 @@ class Objects(Protocol):
 class FolderObjects:
     """Objects in a folder, which may lie on a network file system. The first object makes the folder.
 
-    No write waits for the disk: checksums find the objects that a loss of power has damaged.
+    No write waits for the disk: checksums find the objects that a loss of power has damaged. A folder within it goes
+    with its last object.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,18 +94,24 @@ class FolderObjects:
             if place.stat().st_size == len(data):
                 os.utime(place)  # so that `prune` leaves it: a state will use it
                 return
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(place, sync=False) as file:
-            file.write(data)
+
+        def write() -> None:
+            with replacing(place, sync=False) as file:
+                file.write(data)
+
+        _below(place.parent, write)
 
     def create(self, name: str, data: bytes) -> bool:
         place = self._path / name
-        place.parent.mkdir(parents=True, exist_ok=True)
         part = place.parent / f".{place.name}.{secrets.token_hex(4)}{PART}"
-        try:
+
+        def write() -> None:
             with part.open("xb") as file:
                 file.write(data)
             os.link(part, place)  # whole or not at all, and never over another
+
+        try:
+            _below(place.parent, write)
         except FileExistsError:
             # NFS may repeat a request that was done, and is refused then; an earlier try may have been done late
             with contextlib.suppress(FileNotFoundError):  # another server has deleted it
@@ -131,6 +138,20 @@ class FolderObjects:
 
     def delete(self, name: str) -> None:
         (self._path / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # one that is not empty stays
+            for folder in [*Path(name).parents][:-1]:
+                (self._path / folder).rmdir()
+
+
+def _below(folder: Path, write: Callable[[], None]) -> None:
+    """Make a folder, and write in it. Another server may delete it in between, as an empty one."""
+    for last in (False, False, True):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return write()
+        except FileNotFoundError:
+            if last:
+                raise
 
 
 _S3 = {"config_kwargs": {"connect_timeout": 5, "read_timeout": 20, "retries": {"max_attempts": 3}}}

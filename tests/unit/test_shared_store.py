@@ -375,6 +375,30 @@ def test_a_folder_knows_what_it_has_created_itself(tmp_path: Path) -> None:
     assert objects.get("a/b") == b"one"
 
 
+def test_a_folder_goes_with_its_last_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = FolderObjects(tmp_path / "store")
+    for name in ("heads/a/1", "heads/a/2", "heads/b/3"):
+        assert objects.create(name, b"1")
+    objects.delete("heads/a/1")
+    assert [one.name for one in objects.list("")] == ["heads/a/2", "heads/b/3"]
+    objects.delete("heads/a/2")
+    assert [path.name for path in (tmp_path / "store" / "heads").iterdir()] == ["b"]
+    objects.delete("heads/b/3")
+    assert [*tmp_path.rglob("*")] == [tmp_path / "store"]
+    make = Path.mkdir
+
+    def made_and_lost(path: Path, *args: Any, **more: Any) -> None:
+        make(path, *args, **more)
+        monkeypatch.undo()
+        path.rmdir()  # as another server that has deleted the only object in it
+
+    for write in (objects.create, objects.put):
+        monkeypatch.setattr(Path, "mkdir", made_and_lost)
+        write("heads/c/4", b"4")
+        assert objects.get("heads/c/4") == b"4"
+        objects.delete("heads/c/4")
+
+
 def test_folders_of_servers_that_died_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "other").mkdir()
