@@ -18,13 +18,20 @@ from .errors import ApiError
 from .exchange import Answer, frame
 from .front import Front
 from .images import data_url, image_part
-from .schema import ChatRequest, Objects, TranslatedRequest, _stop
-from .turns import Turns, as_json, as_object, kind_of, parts_of, role_of, text_of
+from .schema import ChatRequest, Objects, TranslatedRequest, Whole, _stop
+from .turns import Turns, as_json, as_object, form_of, kind_of, parts_of, role_of, text_of
 
 _CHANGING = re.compile(r"(?<=\bcch=)[0-9a-zA-Z]+")
 """In Claude Code's billing header, the first thing of each request: a number that differs in every one."""
 
 _BILLING = "x-anthropic-billing-header:"
+
+_NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
+"""What fields of a chat are called here."""
 
 _REASONS = {"length": "max_tokens", "stop": "end_turn"}
 
@@ -34,9 +41,9 @@ class MessagesRequest(TranslatedRequest):
 
     messages: Annotated[Objects, Field(min_length=1)]
     system: Any = None
-    max_tokens: int = Field(-1, ge=-1)
+    max_tokens: Whole = Field(-1, ge=-1)
     stop_sequences: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
-    top_k: int | None = None
+    top_k: Whole | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
@@ -65,7 +72,7 @@ def _translated(front: Front, http: HttpRequest, asked: MessagesRequest) -> Chat
     """The same as a chat. What is not understood is left out, and noted. ApiError names what is no such request."""
     turns = Turns(sees=front.prompts.sees)
     for i, part in enumerate(parts_of(asked.system, "system")):
-        text = text_of(part.get("text"), f"system.{i}.text")
+        text = text_of(part, "text", f"system.{i}")
         if front.settings.steady_prompts and text.startswith(_BILLING):
             text = _CHANGING.sub("0", text)
         turns.system(text)
@@ -80,7 +87,7 @@ def _translated(front: Front, http: HttpRequest, asked: MessagesRequest) -> Chat
         **_choice(asked.tool_choice or {}),
         **_effort(asked),
     }
-    return turns.chat(http, asked, data)
+    return turns.chat(http, asked, data, _NAMES)
 
 
 def _message(turns: Turns, added: list[dict[str, Any]], message: dict[str, Any], where: str) -> None:
@@ -98,19 +105,19 @@ def _message(turns: Turns, added: list[dict[str, Any]], message: dict[str, Any],
 def _block(turns: Turns, role: str, part: dict[str, Any], where: str) -> None:
     kind = kind_of(part)
     if kind == "text":
-        turns.say(role, text_of(part.get("text"), f"{where}.text"))
+        turns.say(role, text_of(part, "text", where))
     elif kind == "thinking" and role == "assistant":
-        turns.think(text_of(part.get("thinking"), f"{where}.thinking"))
+        turns.think(text_of(part, "thinking", where))
     elif kind == "tool_use" and role == "assistant":
-        id, name = text_of(part.get("id"), f"{where}.id"), text_of(part.get("name"), f"{where}.name")
+        id, name = text_of(part, "id", where), text_of(part, "name", where)
         turns.call(id, name, as_json(part.get("input") or {}))
     elif kind == "tool_result":
-        id, content = text_of(part.get("tool_use_id"), f"{where}.tool_use_id"), part.get("content")
+        id, content = text_of(part, "tool_use_id", where), part.get("content")
         turns.result(id, [_result(turns, one, where) for one in parts_of(content, f"{where}.content")])
     elif kind == "image" and role == "user":
         turns.see(role, _image(part))
     elif kind == "document" and isinstance(source := part.get("source"), dict) and source.get("type") == "text":
-        turns.say(role, text_of(source.get("data"), f"{where}.source.data"))
+        turns.say(role, text_of(source, "data", f"{where}.source"))
     else:
         turns.leave_out(kind)
 
@@ -119,7 +126,7 @@ def _instruction(turns: Turns, added: list[dict[str, Any]], part: dict[str, Any]
     """A part of a system message as text. Tools that Claude Code adds later are added to those at the front."""
     kind, tool = kind_of(part), part.get("tool")
     if kind == "text":
-        return text_of(part.get("text"), f"{where}.content")
+        return text_of(part, "text", f"{where}.content")
     if kind in ("tool_addition", "tool_removal") and isinstance(tool, dict):
         definition = tool.get("definition")
         if isinstance(definition, dict):
@@ -143,7 +150,7 @@ def _result(turns: Turns, part: dict[str, Any], where: str) -> str | dict[str, A
     if kind == "image" and turns.sees:
         return _image(part)
     if kind == "text":
-        return text_of(part.get("text"), f"{where}.content")
+        return text_of(part, "text", f"{where}.content")
     if kind == "tool_reference":
         return f"The tool {part.get('tool_name')} can be called now."
     return turns.leave_out(f"tool_result.{kind}")
@@ -160,7 +167,7 @@ def _tools(turns: Turns, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]
             continue
         names.add(str(tool.get("name")))
         function = {
-            "name": text_of(tool.get("name"), "tools.name"),
+            "name": text_of(tool, "name", "tools"),
             "description": tool.get("description"),
             "parameters": tool["input_schema"],
         }
@@ -169,25 +176,20 @@ def _tools(turns: Turns, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _choice(choice: dict[str, Any]) -> dict[str, Any]:
-    kind = choice.get("type")
-    given: dict[str, Any] = {}
-    if kind == "tool":
-        given["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-    elif kind in ("any", "none", "auto"):
-        given["tool_choice"] = "required" if kind == "any" else kind
-    if choice.get("disable_parallel_tool_use") is True:
-        given["parallel_tool_calls"] = False
-    return given
+    kind, alone = choice.get("type"), choice.get("disable_parallel_tool_use")
+    wanted = {"type": "function", "function": {"name": choice.get("name")}} if kind == "tool" else kind
+    return {
+        "tool_choice": "required" if kind == "any" else wanted,
+        "parallel_tool_calls": not alone if isinstance(alone, bool) else alone,
+    }
 
 
 def _effort(asked: MessagesRequest) -> dict[str, Any]:
     """Whether to think, and the form of the answer."""
-    given: dict[str, Any] = {}
-    if (asked.thinking or {}).get("type") in ("enabled", "disabled"):
-        given["enable_thinking"] = asked.thinking["type"] == "enabled"  # type: ignore[index]
-    form = (asked.output_config or {}).get("format")
-    if isinstance(form, dict) and form.get("type") == "json_schema":
-        given["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
+    given: dict[str, Any] = {"response_format": form_of((asked.output_config or {}).get("format"))}
+    thinking = text_of(asked.thinking or {}, "type", "thinking", "")
+    if thinking in ("enabled", "disabled"):
+        given["enable_thinking"] = thinking == "enabled"
     return given
 
 

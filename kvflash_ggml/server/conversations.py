@@ -108,7 +108,7 @@ def _digest(conversation: Conversation | None) -> str | None:
 def _range(data: Any) -> tuple[int, int]:
     if isinstance(data, dict):
         lo, hi = data.get("lo"), data.get("hi")
-        if isinstance(lo, int) and isinstance(hi, int) and 0 <= lo < hi:
+        if type(lo) is type(hi) is int and 0 <= lo < hi:
             return lo, hi
     raise ApiError(400, "a pin is {lo, hi}: tokens from lo to before hi", param="lo")
 

@@ -18,7 +18,7 @@ from .completions import prompt_tokens
 from .errors import ApiError, invalid
 from .front import Front
 from .prompts import Embedded, Embedder
-from .schema import _all, _Asked, _few, _prompt
+from .schema import Whole, _all, _Asked, _few, _prompt
 
 MAX_TEXTS = 2048
 """In one request, as OpenAI has it."""
@@ -41,14 +41,14 @@ Input = Annotated[list[str | list[int]], PlainValidator(_input)]
 class EmbeddingsRequest(_Asked):
     input: Input
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = Field(None, ge=1)
+    dimensions: Whole | None = Field(None, ge=1)
     user: str | None = None
 
 
 class RerankRequest(_Asked):
     query: str
     documents: Annotated[list[Any], AfterValidator(_texts), Field(min_length=1)]
-    top_n: int | None = Field(None, ge=1)
+    top_n: Whole | None = Field(None, ge=1)
 
 
 class OllamaEmbedRequest(_Asked):
@@ -56,7 +56,7 @@ class OllamaEmbedRequest(_Asked):
 
     input: Input
     truncate: bool = True
-    dimensions: int | None = Field(None, ge=1)
+    dimensions: Whole | None = Field(None, ge=1)
     keep_alive: str | float | None = None
 
 

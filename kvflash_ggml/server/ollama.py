@@ -188,8 +188,10 @@ def _translated(
     foreign = [name for name in options if name in kind.model_fields and name not in _OPTIONS]
     note(http, [f"options.{name}"[:48] for name in foreign])
     options = {name: value for name, value in options.items() if name not in foreign}
-    strict = front.settings.strict
-    made, ignored = parse(kind, {**options, **data, "n_predict": most, "response_format": form}, strict=strict)
+    strict, names = front.settings.strict, {name: f"options.{name}" for name in options}
+    names |= {"n_predict": "options.num_predict", "response_format": "format"}
+    fields = {**options, **data, "n_predict": most, "response_format": form}
+    made, ignored = parse(kind, fields, strict=strict, names=names)
     made.kvflash = asked.kvflash
     note(http, [f"options.{name}" if name.partition("=")[0] in options else name for name in ignored])
     return made
@@ -208,17 +210,18 @@ def _messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     count = 0
     for i, message in enumerate(given):
         where = f"messages.{i}"
-        one: dict[str, Any] = {"role": message.get("role"), "content": text_of(message.get("content"), where)}
+        one: dict[str, Any] = {"role": message.get("role"), "content": text_of(message, "content", where, "")}
         if message.get("images"):
             one["content"] = _seen(message["images"], one["content"])
         if message.get("thinking"):
-            one["reasoning_content"] = text_of(message["thinking"], f"{where}.thinking")
+            one["reasoning_content"] = text_of(message, "thinking", where)
         calls = []
         for call in _calls(message.get("tool_calls"), where):
             count += 1
-            id, arguments = str(call.get("id") or f"call_{count}"), call["function"].get("arguments") or {}
+            id = text_of(call, "id", f"{where}.tool_calls", "") or f"call_{count}"
+            arguments = call["function"].get("arguments") or {}
             function = {
-                "name": text_of(call["function"].get("name"), f"{where}.tool_calls"),
+                "name": text_of(call["function"], "name", f"{where}.tool_calls"),
                 "arguments": arguments if isinstance(arguments, str) else as_json(arguments),
             }
             calls.append({"id": id, "type": "function", "function": function})
@@ -226,12 +229,12 @@ def _messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if calls:
             one["tool_calls"] = calls
         if one["role"] == "tool":
-            name = message.get("tool_name") or message.get("name")
-            of = next((call for call in open_calls if name in (None, call[1])), None)
+            name = text_of(message, "tool_name", where, "") or text_of(message, "name", where, "")
+            of = next((call for call in open_calls if name in ("", call[1])), None)
             if of is not None:
                 open_calls.remove(of)
-            id, called = of or ("", name or "")
-            one |= {"tool_call_id": text_of(message.get("tool_call_id"), where) or id, "name": text_of(called, where)}
+            id, name = of or ("", name)
+            one |= {"tool_call_id": text_of(message, "tool_call_id", where, "") or id, "name": name}
         made.append(one)
     return made
 

@@ -24,8 +24,8 @@ from .errors import ApiError, invalid
 from .exchange import Answer, frame
 from .front import Front, Kept
 from .images import image_part
-from .schema import ChatRequest, Objects, TranslatedRequest
-from .turns import Turns, as_json, kind_of, parts_of, role_of, text_of
+from .schema import ChatRequest, Objects, TranslatedRequest, Whole
+from .turns import Turns, as_json, form_of, kind_of, parts_of, role_of, text_of
 
 _TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
 
@@ -35,6 +35,9 @@ clients send nothing else of it, and the prompt would differ from what was read.
 """
 
 
+_NAMES = {"reasoning_effort": "reasoning.effort", "response_format": "text.format"}
+"""What fields of a chat are called here."""
+
 _Told = Annotated[str, Field(max_length=512)]
 """Comes back in each event that tells of the whole response; OpenAI's bound."""
 
@@ -42,10 +45,10 @@ _Told = Annotated[str, Field(max_length=512)]
 class ResponsesRequest(TranslatedRequest):
     """A request for a response, or for its tokens to be counted."""
 
-    input: str | Objects = ""
+    input: str | Objects
     instructions: str | None = None
     previous_response_id: str | None = None
-    max_output_tokens: int = Field(-1, ge=-1)
+    max_output_tokens: Whole = Field(-1, ge=-1)
     store: bool = True
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -155,7 +158,7 @@ def _translated(
         **_choice(turns, asked.tool_choice),
         **_form(asked),
     }
-    return turns.chat(http, asked, data), tools
+    return turns.chat(http, asked, data, _NAMES), tools
 
 
 def _item(turns: Turns, item: dict[str, Any], where: str) -> None:
@@ -163,16 +166,17 @@ def _item(turns: Turns, item: dict[str, Any], where: str) -> None:
     if kind == "message":
         _message(turns, item, where)
     elif kind in ("function_call", "custom_tool_call"):
-        id, name = text_of(item.get("call_id"), f"{where}.call_id"), text_of(item.get("name"), f"{where}.name")
-        space = text_of(item.get("namespace"), f"{where}.namespace")
-        arguments = text_of(item.get("arguments"), f"{where}.arguments")
-        if kind == "custom_tool_call":
-            arguments = as_json({"input": text_of(item.get("input"), f"{where}.input")})
+        id, name = text_of(item, "call_id", where), text_of(item, "name", where)
+        space = text_of(item, "namespace", where, "")
+        if kind == "function_call":
+            arguments = text_of(item, "arguments", where)
+        else:
+            arguments = as_json({"input": text_of(item, "input", where)})
         turns.call(id, f"{space}__{name}" if space else name, arguments)
     elif kind in ("function_call_output", "custom_tool_call_output"):
         parts = parts_of(item.get("output"), f"{where}.output")
         told = [_image(part) if turns.sees and _shows(part) else _said(turns, part, where) for part in parts]
-        turns.result(text_of(item.get("call_id"), f"{where}.call_id"), told)
+        turns.result(text_of(item, "call_id", where), told)
     elif kind == "reasoning":
         turns.think(_reasoning(item, where))
     else:
@@ -206,7 +210,7 @@ def _image(part: dict[str, Any]) -> dict[str, Any]:
 def _said(turns: Turns, part: dict[str, Any], where: str) -> str:
     kind = kind_of(part)
     if kind in _TEXTS:
-        return text_of(part.get("refusal" if kind == "refusal" else "text"), where)
+        return text_of(part, "refusal" if kind == "refusal" else "text", where)
     return turns.leave_out(kind)
 
 
@@ -219,7 +223,7 @@ def _reasoning(item: dict[str, Any], where: str) -> str:
                 return base64.b64decode(sealed[len(_OURS) :], validate=True).decode()
             except (binascii.Error, UnicodeDecodeError):
                 pass
-        texts = [text_of(part.get("text"), where) for part in parts_of(item.get(name), f"{where}.{name}")]
+        texts = [text_of(part, "text", where) for part in parts_of(item.get(name), f"{where}.{name}")]
         if any(texts):
             return "".join(texts)
     return ""
@@ -237,7 +241,7 @@ def _functions(turns: Turns, given: Sequence[dict[str, Any]]) -> tuple[list[dict
     tools: dict[str, Tool] = {}
 
     def add(tool: dict[str, Any], space: str | None) -> None:
-        kind, name = kind_of(tool), text_of(tool.get("name"), "tools.name")
+        kind, name = kind_of(tool), text_of(tool, "name", "tools", "")
         if kind == "namespace" and space is None:
             for inner in _objects(tool.get("tools"), "tools.tools"):
                 add(inner, name)
@@ -266,7 +270,7 @@ def _explained(tool: dict[str, Any]) -> str:
     """The description of a tool whose input is a text, with the grammar of that text if it has one."""
     form = tool.get("format")
     grammar = form.get("definition") if isinstance(form, dict) else None
-    said = text_of(tool.get("description"), "tools.description")
+    said = text_of(tool, "description", "tools", "")
     return f"{said}\n\nThe input follows this grammar:\n{grammar}" if isinstance(grammar, str) else said
 
 
@@ -283,17 +287,9 @@ def _choice(turns: Turns, choice: str | dict[str, Any] | None) -> dict[str, Any]
 
 def _form(asked: ResponsesRequest) -> dict[str, Any]:
     """Whether to think, and the form of the answer."""
-    given: dict[str, Any] = {}
-    effort, form = (asked.reasoning or {}).get("effort"), (asked.text or {}).get("format")
-    if isinstance(effort, str):
-        given["reasoning_effort"] = effort
-        if effort == "none":
-            given["enable_thinking"] = False
-    if isinstance(form, dict) and form.get("type") == "json_schema":
-        given["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
-    elif isinstance(form, dict) and form.get("type") == "json_object":
-        given["response_format"] = {"type": "json_object"}
-    return given
+    effort = (asked.reasoning or {}).get("effort")
+    thinking = {"enable_thinking": False} if effort == "none" else {}
+    return {"reasoning_effort": effort, **thinking, "response_format": form_of((asked.text or {}).get("format"))}
 
 
 class ResponseAnswer(Answer):

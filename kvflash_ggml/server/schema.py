@@ -5,7 +5,9 @@ A wrong list has one error, of its first wrong element: millions of errors would
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -16,6 +18,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    Strict,
     ValidationError,
     model_validator,
 )
@@ -49,8 +52,15 @@ def _all(value: list[Any], kind: type, what: str) -> list[Any]:
 
 
 def _named(value: Any) -> str:
-    names = {str: "a text", int: "an integer", float: "a number", bool: "a boolean", list: "a list", dict: "an object"}
-    return names.get(type(value), "null")
+    """A value of JSON in words."""
+    names = {str: "the text", int: "the integer", float: "the number", list: "a list", dict: "an object"}
+    name, many = names.get(type(value), ""), isinstance(value, list | dict)
+    return name if many else f"{name} {json.dumps(value[:40] if isinstance(value, str) else value)[:60]}".strip()
+
+
+def _whole(value: Any) -> Any:
+    """An integer that a client without integers has written: 3.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _few(value: Any, limit: int) -> Any:
@@ -132,6 +142,9 @@ def _in_place(messages: list[Message]) -> list[Message]:
     return messages
 
 
+Whole = Annotated[int, BeforeValidator(_whole)]
+Pin = Annotated[tuple[Whole, Whole], Strict(False)]
+"""A list in JSON."""
 Tokens = Annotated[list[int], PlainValidator(_tokens)]
 Prompts = Annotated[str | list[int] | list[str] | list[list[int]], PlainValidator(_prompt)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
@@ -150,7 +163,7 @@ def _without_null(data: Any) -> Any:
 
 
 class _Known(BaseModel):
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -171,8 +184,8 @@ class PoolFields(_Known):
     cache_prompt: bool = True
     cache_salt: str = Field("", max_length=256)
     conversation: str | None = Field(None, max_length=128)
-    priority: int = Field(0, ge=-10, le=10)
-    pins: Annotated[list[tuple[int, int]], Field(fail_fast=True)] = Field(default_factory=list, max_length=64)
+    priority: Whole = Field(0, ge=-10, le=10)
+    pins: Annotated[list[Pin], Field(fail_fast=True)] = Field(default_factory=list, max_length=64)
     reading: Literal["exact", "pool", "preview"] | None = None
     answer: Literal["pool", "exact", "lossless"] | None = None
     drafts: bool = True
@@ -229,7 +242,7 @@ class _Sampled(_Asked):
     stream_options: StreamOptions | None = None
     temperature: float | None = _sampler("temperature")
     top_p: float | None = _sampler("top_p")
-    top_k: int | None = _sampler("top_k")
+    top_k: Whole | None = _sampler("top_k")
     min_p: float | None = _sampler("min_p")
     typical_p: float | None = _sampler("typical_p", "typ_p")
     top_n_sigma: float | None = _sampler("top_n_sigma")
@@ -240,23 +253,23 @@ class _Sampled(_Asked):
     repeat_penalty: float | None = _sampler("repeat_penalty", "repetition_penalty")
     frequency_penalty: float | None = _sampler("frequency_penalty")
     presence_penalty: float | None = _sampler("presence_penalty")
-    repeat_last_n: int | None = _sampler("repeat_last_n")
+    repeat_last_n: Whole | None = _sampler("repeat_last_n")
     dry_multiplier: float | None = _sampler("dry_multiplier")
     dry_base: float | None = _sampler("dry_base")
-    dry_allowed_length: int | None = _sampler("dry_allowed_length")
-    dry_penalty_last_n: int | None = _sampler("dry_penalty_last_n")
+    dry_allowed_length: Whole | None = _sampler("dry_allowed_length")
+    dry_penalty_last_n: Whole | None = _sampler("dry_penalty_last_n")
     dry_sequence_breakers: Annotated[tuple[str, ...] | None, PlainValidator(_breakers)] = None
-    mirostat: int | None = _sampler("mirostat", "mirostat_mode")
+    mirostat: Whole | None = _sampler("mirostat", "mirostat_mode")
     mirostat_tau: float | None = _sampler("mirostat_tau")
     mirostat_eta: float | None = _sampler("mirostat_eta")
     adaptive_target: float | None = _sampler("adaptive_target")
     adaptive_decay: float | None = _sampler("adaptive_decay")
     samplers: Annotated[tuple[str, ...] | None, PlainValidator(_order)] = None
-    min_tokens: int | None = _sampler("min_tokens")
-    seed: int | None = None
+    min_tokens: Whole | None = _sampler("min_tokens")
+    seed: Whole | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
     logit_bias: Annotated[dict[str, float] | None, PlainValidator(_bias)] = None
-    n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
+    n: Whole | None = Field(None, ge=1, le=MAX_ANSWERS)
     cache_prompt: bool | None = None
     ignore_eos: bool = False
     grammar: str | None = Field(None, max_length=256 << 10)
@@ -264,7 +277,7 @@ class _Sampled(_Asked):
     response_format: ResponseFormat | None = None
     kvflash: PoolFields = PoolFields.model_construct()
     # known to other servers' clients, without effect here
-    id_slot: int | None = None
+    id_slot: Whole | None = None
     user: str | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
@@ -277,11 +290,19 @@ class _Sampled(_Asked):
 class Message(BaseModel):
     """Other fields go to the template as they are."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str | list[dict[str, Any]] | None, PlainValidator(_content)] = None
     tool_calls: Objects | None = None
+
+    @model_validator(mode="after")
+    def _says(self) -> Message:
+        """An answer may be a call, or reasoning, alone. Content that is null says nothing."""
+        given = self.model_fields_set - {"role", "name"}
+        if not (given if self.role == "assistant" else "content" in given):
+            raise ValueError("content is missing: give it a text, or null")
+        return self
 
 
 class FunctionCalled(_Known):
@@ -307,11 +328,11 @@ class Tool(_Known):
 
 class ChatRequest(_Sampled):
     messages: Messages
-    max_tokens: int = Field(
+    max_tokens: Whole = Field(
         -1, ge=-1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens", "n_predict")
     )
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: Whole | None = Field(None, ge=0, le=20)
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -326,13 +347,13 @@ class ChatRequest(_Sampled):
 
 class CompletionRequest(_Sampled):
     prompt: Prompts
-    max_tokens: int = Field(
+    max_tokens: Whole = Field(
         16, ge=-1, validation_alias=AliasChoices("max_completion_tokens", "n_predict", "max_tokens")
     )
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: Whole | None = Field(None, ge=0, le=20)
     echo: bool = False
     suffix: str | None = None
-    best_of: int | None = None
+    best_of: Whole | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -347,8 +368,10 @@ class CompletionRequest(_Sampled):
 class _Raw(_Sampled):
     """What requests of llama-server's own endpoints have."""
 
-    n_predict: int = Field(-1, ge=-1, validation_alias=AliasChoices("n_predict", "max_tokens", "max_completion_tokens"))
-    n_probs: int = Field(0, ge=0, le=20)
+    n_predict: Whole = Field(
+        -1, ge=-1, validation_alias=AliasChoices("n_predict", "max_tokens", "max_completion_tokens")
+    )
+    n_probs: Whole = Field(0, ge=0, le=20)
     return_tokens: bool = False
 
 
@@ -402,27 +425,58 @@ class TemplateRequest(_Asked):
     enable_thinking: bool | None = None
 
 
-def parse(kind: type[Any], data: Any, *, strict: bool) -> tuple[Any, list[str]]:
+_KINDS = {
+    "int_type": "an integer", "float_type": "a number", "bool_type": "true or false", "string_type": "a text",
+    "list_type": "a list", "tuple_type": "a list", "dict_type": "an object", "model_type": "an object",
+}  # fmt: skip
+
+
+def parse(
+    kind: type[Any], data: Any, *, strict: bool, names: Mapping[str, str] = MappingProxyType({})
+) -> tuple[Any, list[str]]:
     """A request of this kind, and what it has that is ignored. ApiError names the field that is wrong.
 
-    strict: a field that is not known is wrong.
+    strict: a field that is not known is wrong. names: what the client calls fields.
     """
     if not isinstance(data, dict):
         raise ApiError(400, f"the body is {_named(data)}, and must be a JSON object", code="invalid_json")
     try:
         asked = kind.model_validate(data)
     except ValidationError as err:
-        first = err.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        what = first["msg"].removeprefix("Value error, ")
-        raise _wrong(where, what) from None
+        where, what = _why(data, err.errors(include_url=False, include_context=False, include_input=False))
+        raise _wrong(where, what, names) from None
     ignored = []
     for where, value in _unknown(asked, ""):
         if strict:
-            raise _wrong(where, "this server does not know the field: leave it out")
+            raise _wrong(where, "this server does not know the field: leave it out", names)
         if (name := fields.told(where, value)) is not None:
             ignored.append(name)
     return asked, ignored
+
+
+def _why(data: Any, errors: Sequence[Any]) -> tuple[str, str]:
+    """Where the first wrong field of a request is wrong, and why. Of its possible kinds, the one that fits longest."""
+    place: list[str] = []
+    kinds: list[str] = []
+    value = data
+    for error in errors:
+        if error["loc"][:1] != errors[0]["loc"][:1]:
+            break
+        inner, at, missing = [], data, error["type"] == "missing"  # or null
+        for part in error["loc"][:-1] if missing else error["loc"]:  # names of kinds are among them
+            if (part in at) if isinstance(at, dict) else isinstance(at, list) and part in range(len(at)):
+                inner.append(str(part))
+                at = at[part]
+        kind = _KINDS.get(error["type"], error["msg"].partition("Input should be ")[2])
+        if missing:
+            return ".".join([*inner, str(error["loc"][-1])]), "it is missing"
+        if not kind:
+            return ".".join(inner), error["msg"].removeprefix("Value error, ")
+        if len(inner) > len(place) or not kinds:
+            place, value, kinds = inner, at, []
+        if len(inner) == len(place):
+            kinds.append(kind)
+    return ".".join(place), f"it is {_named(value)}, and must be {' or '.join(dict.fromkeys(kinds))}"
 
 
 def _unknown(asked: BaseModel, where: str) -> Iterator[tuple[str, Any]]:
@@ -439,5 +493,7 @@ def _unknown(asked: BaseModel, where: str) -> Iterator[tuple[str, Any]]:
                 yield from _unknown(one, f"{inner}{i}.")
 
 
-def _wrong(where: str, what: str) -> ApiError:
+def _wrong(where: str, what: str, names: Mapping[str, str]) -> ApiError:
+    first, dot, rest = where.partition(".")
+    where = f"{names.get(first, first)}{dot}{rest}"
     return invalid(where[:200], f"{where}: {what}"[:500])

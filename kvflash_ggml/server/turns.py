@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 from . import bodies
 from .errors import invalid
 from .fields import note
-from .schema import LATE, ChatRequest, TranslatedRequest, parse
+from .schema import LATE, ChatRequest, TranslatedRequest, _named, parse
 
 
 class Turns:
@@ -62,14 +62,16 @@ class Turns:
         self.left_out.append(what)
         return f"[{what.rpartition('.')[2]}: left out, since this model reads text only]"
 
-    def chat(self, http: HttpRequest, asked: TranslatedRequest, data: dict[str, Any]) -> ChatRequest:
+    def chat(
+        self, http: HttpRequest, asked: TranslatedRequest, data: dict[str, Any], names: Mapping[str, str]
+    ) -> ChatRequest:
         """Return `asked` as a chat with these messages and the fields `data`. ApiError for a field that is wrong.
 
-        The header of the answer to `http` names what was left out.
+        names: what the client calls fields of `data`. The header of the answer to `http` names what was left out.
         """
         made: ChatRequest
         same = {name: getattr(asked, name) for name in ("stream", "temperature", "top_p", "chat_template_kwargs")}
-        made, _ = parse(ChatRequest, {"messages": self._ended(), **same, **data}, strict=False)
+        made, _ = parse(ChatRequest, {"messages": self._ended(), **same, **data}, strict=False, names=names)
         made.kvflash = asked.kvflash
         note(http, self.left_out)
         return made
@@ -113,11 +115,14 @@ def _part(part: str | dict[str, Any]) -> dict[str, Any]:
     return {"type": "text", "text": part} if isinstance(part, str) else part
 
 
-def text_of(value: Any, where: str) -> str:
-    """A field that must be a text; "" where it is left out."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    raise invalid(where, f"{where}: it must be a text")
+def text_of(part: dict[str, Any], name: str, where: str, usual: str | None = None) -> str:
+    """A field that must be a text. usual: what it is where it is left out, or null; without that it must be there."""
+    value = usual if part.get(name) is None else part[name]
+    if isinstance(value, str):
+        return value
+    where = f"{where}.{name}"
+    why = "missing" if value is None else f"{_named(value)}, and must be a text"
+    raise invalid(where, f"{where}: it is {why}")
 
 
 def parts_of(value: Any, where: str) -> list[dict[str, Any]]:
@@ -128,20 +133,29 @@ def parts_of(value: Any, where: str) -> list[dict[str, Any]]:
         return [{"type": "text", "text": value}]
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         return value
-    raise invalid(where, f"{where}: it must be a text or a list of parts")
+    raise invalid(where, f"{where}: it is {_named(value)}, and must be a text or a list of parts, which are objects")
 
 
 def role_of(message: dict[str, Any], where: str) -> str:
-    """user, assistant, or system, which developer is too. ApiError for another role."""
+    """user, assistant, or system, which developer is too. ApiError for another role, and without content."""
     role = "system" if message.get("role") == "developer" else message.get("role")
     if role not in ("user", "assistant", "system"):
         raise invalid(where, f"{where}.role: {str(role)[:40]!r}, and it must be user, assistant, system or developer")
+    if "content" not in message:
+        raise invalid(f"{where}.content", f"{where}.content: it is missing")
     return str(role)
 
 
 def kind_of(part: dict[str, Any]) -> str:
     """The type of a part, for comparisons and for the header."""
     return str(part.get("type"))[:40]
+
+
+def form_of(form: Any) -> Any:
+    """The form of an answer as a chat has it."""
+    if not isinstance(form, dict):
+        return form
+    return {"type": form.get("type"), "json_schema": {"schema": form["schema"]} if "schema" in form else None}
 
 
 def as_object(arguments: str) -> dict[str, Any]:

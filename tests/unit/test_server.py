@@ -732,7 +732,7 @@ def test_conversations(tmp_path: Path) -> None:
         await client.post("/v1/completions", {"prompt": "x" * 400, "kvflash": {"conversation": "mine"}})
         (one,) = (await client.get("/kvflash/conversations")).json["data"]
         path = f"/kvflash/conversations/{one['id']}"
-        done = [await client.post(f"{path}/pin", {"lo": 0, "hi": 64})]
+        done = [await client.post(f"{path}/pin", {"lo": lo, "hi": hi}) for lo, hi in ((False, True), (0, 64))]
         done += [await client.post(f"{path}/{what}") for what in ("park", "save", "dance")]
         done.append(await client.call("DELETE", path).done())
         done.append(await client.call("DELETE", path).done())
@@ -742,7 +742,7 @@ def test_conversations(tmp_path: Path) -> None:
     server = Server(folder=tmp_path)
     one, statuses, state = server.run(work)
     assert (one["where"], one["prompt"]) == ("device", 400)
-    assert statuses == [200, 200, 200, 404, 200, 404]
+    assert statuses == [400, 200, 200, 200, 404, 200, 404]
     assert server.model.pins == [(0, 64)]
     assert state["conversations"]["device"] == 0
     assert json.dumps(state)
