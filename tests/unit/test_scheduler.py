@@ -7,6 +7,7 @@ import inspect
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -512,6 +513,33 @@ def test_running_answers_end_when_told(make: Make) -> None:
         end = asked.wait()
         assert isinstance(end, Failed)
         assert end.code == "shutdown"
+
+
+@pytest.mark.parametrize("what", ["submit", "call"])
+def test_what_comes_while_the_server_ends_is_told_so(make: Make, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make()
+    closing = threading.Thread(target=scheduler.close)
+
+    class Late(deque[Any]):
+        """Something comes in, and the server begins to end before it is noted."""
+
+        def append(self, item: Any) -> None:
+            closing.start()
+            closing.join(0.2)
+            super().append(item)
+
+    if what == "call":
+        monkeypatch.setattr(scheduler, "_calls", Late())
+        assert scheduler.call(lambda: 3).result(60) == 3
+    else:
+        put = scheduler.waiting.put
+        monkeypatch.setattr(
+            scheduler.waiting, "put", lambda job, pace: (closing.start(), closing.join(0.2), put(job, pace=pace))
+        )
+        end = ask(scheduler, [1, 2, 3]).wait()
+        assert isinstance(end, Failed)
+        assert end.code == "shutdown"
+    closing.join(60)
 
 
 def test_calls_come_between_requests(make: Make) -> None:
