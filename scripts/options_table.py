@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Writes the table of llama-server's options into docs/options.md, from the options of `kvflash-run serve`."""
+"""Writes two tables into docs/options.md: limits of `kvflash-run serve`, and what it says to llama-server's options."""
 
 from __future__ import annotations
 
 import re
 import sys
 from pathlib import Path
+
+import click
 
 REPO = Path(__file__).resolve().parents[1]
 PAGE = REPO / "docs" / "options.md"
@@ -17,6 +19,8 @@ from kvflash_ggml.cli.llama_flags import ANSWERED, SWITCHED, TAKEN  # noqa: E402
 from kvflash_ggml.cli.serve import serve  # noqa: E402
 
 BEGIN, END = "<!-- options of llama-server: scripts/options_table.py -->", "<!-- end of the options -->"
+LIMITS, LIMITS_END = "<!-- limits: scripts/options_table.py -->", "<!-- end of the limits -->"
+SECTIONS = ("Limits", "Conversations")
 
 
 def known() -> set[str]:
@@ -37,17 +41,38 @@ def upstream(source: Path) -> set[str]:
     return found
 
 
+def limits() -> list[str]:
+    """Return a row for each option of SECTIONS, with the default that the help names."""
+    context, rows = click.Context(serve), []
+    for section in SECTIONS:
+        for param in serve.params:
+            record = param.get_help_record(context) if getattr(param, "section", "") == section else None
+            if record is not None and isinstance(param, click.Option):
+                text, _, default = record[1].partition("  [default: ")
+                usual = default.removesuffix("]") or ("off" if param.is_flag else "none")
+                rows.append(f"| `{record[0].replace('|', ', ')}` | {usual} | {text} |")
+    return rows
+
+
 def render(page: str) -> str:
-    """Return the page with the table as it has to be."""
+    """Return the page with both tables as they have to be."""
+    head = ["| option | default | |", "| --- | --- | --- |"]
+    return _between(_answered(page), LIMITS, LIMITS_END, [*head, *limits()])
+
+
+def _between(page: str, begin: str, end: str, lines: list[str]) -> str:
+    before, _, rest = page.partition(begin)
+    return "\n".join([before + begin, *lines, end + rest.partition(end)[2]])
+
+
+def _answered(page: str) -> str:
     own = {name for param in serve.params if not getattr(param, "hidden", False) for name in param.opts}
     answers: dict[str, list[str]] = {"it is so anyway": [*TAKEN, *SWITCHED]}
     for names, answer in ANSWERED.items():
         answers.setdefault(answer, []).extend(name for name in names if name not in own)
     rows = [f"| {', '.join(f'`{name}`' for name in names)} | {answer} |" for answer, names in answers.items() if names]
-    before, _, rest = page.partition(BEGIN)
-    after = rest.partition(END)[2]
-    head = [before + BEGIN, "| llama-server, llama-cli | `kvflash-run serve` says |", "| --- | --- |"]
-    return "\n".join([*head, *rows, END + after])
+    head = ["| llama-server, llama-cli | `kvflash-run serve` says |", "| --- | --- |"]
+    return _between(page, BEGIN, END, [*head, *rows])
 
 
 if __name__ == "__main__":
