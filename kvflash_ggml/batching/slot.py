@@ -78,7 +78,8 @@ class Slot:
         if mine is None or mine.salt != request.salt or not (mine.reuse and request.reuse):
             return False
         cached = self.gain(request) if cached is None else cached
-        return common_prefix(mine.tokens, request.tokens) >= max(MIN_BEGINNING, cached + CHUNK)
+        shared = common_prefix(mine.tokens, request.tokens)
+        return shared >= cached + CHUNK and (shared >= MIN_BEGINNING or shared == len(mine.tokens))
 
     def _live(self, request: Request) -> tuple[int, bool]:
         """How much of a prompt the text at hand saves, and whether the prompt is its continuation."""
@@ -103,7 +104,7 @@ class Slot:
         live, goes_on = self._live(request)
         found, length = self._store.find(tokens, salt=request.salt, name=request.conversation)
         source = max(beside, key=lambda slot: slot.gain(request), default=None)
-        if source is not None and source.gain(request) >= max(MIN_BEGINNING, live + CHUNK, length + CHUNK):
+        if source is not None and source.gain(request) >= max(live, length) + CHUNK:
             return self._copy(source, request) or self.take(request)
         if (
             found is not None

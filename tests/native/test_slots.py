@@ -295,9 +295,10 @@ def test_answers_to_one_prompt_read_it_once(kind: str, llama: Callable[..., Any]
             assert number == 0 or end.usage.cached >= len(prompt) - (1 if kind == "dense" else 64)
 
 
-def test_answers_to_a_prompt_of_one_step_read_it_once(llama: Callable[..., Any], tokens: Tokens) -> None:
+@pytest.mark.parametrize("length", [100, 300])
+def test_answers_to_a_prompt_of_one_step_read_it_once(length: int, llama: Callable[..., Any], tokens: Tokens) -> None:
     """The others wait for that step, which they could share; what is left of each of them shares the next one."""
-    prompt = tokens[:300].tolist()
+    prompt = tokens[:length].tolist()
     (wanted,) = lone(llama, [prompt])
     with served(llama, rows=640) as scheduler:
         asked = [ask(scheduler, prompt, MOST, ignore_eos=True) for _ in range(SLOTS)]

@@ -113,16 +113,16 @@ def test_a_step_of_prompts_is_no_larger_than_the_model_takes(make: Make) -> None
     assert [len(step) for step in model.together[:2]] == [2, SLOTS]
 
 
-@pytest.mark.parametrize("salt", ["", "mine"])
-def test_short_prompts_that_begin_alike_are_read_once(make: Make, salt: str) -> None:
+@pytest.mark.parametrize(("length", "salt"), [(100, ""), (300, ""), (300, "mine")])
+def test_short_prompts_that_begin_alike_are_read_once(make: Make, length: int, salt: str) -> None:
     """Those that wait are not to share a step with the one whose text they can have; not across keys."""
     model = FakeModel(parallel=SLOTS, reply=spelled, short=400, prompt_rows=2000)
-    scheduler, prompt = make(model, begin=False), text(300)
+    scheduler, prompt = make(model, begin=False), text(length)
     asked = [ask(scheduler, prompt, 40, salt=salt * at) for at in range(SLOTS)]
     scheduler.start()
     assert ends(asked) == [spelled(bytes(prompt))[:40].decode()] * SLOTS
     read = sum(slot.model.read_tokens for slot in scheduler.slots)  # type: ignore[attr-defined]
-    assert (read, scheduler.counts.forks) == ((900, 0) if salt else (302, SLOTS - 1))
+    assert (read, scheduler.counts.forks) == ((SLOTS * length, 0) if salt else (length + 2, SLOTS - 1))
 
 
 @pytest.mark.parametrize("other", [400, STEP], ids=["read further out", "that ends meanwhile"])
