@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import ConversionError
 from ..files import replacing
-from ..gguf import drafter, origin, reader, target, types
+from ..gguf import drafter, reader, target, types
 from ..gguf.drafter import ARCHITECTURE, BLOCK_SIZE, MASK, TARGET_LAYERS, Drafter
 from ..gguf.reader import Field
 from ..gguf.target import Target
@@ -100,7 +100,7 @@ def fields(it: Drafter, aim: Target, *, kind: str) -> list[Field]:
     ]
     if aim.mask is None:
         found.append(Field.of(MASK, it.mask))
-    return [*found, *origin.fields(aim)]
+    return [*found, *target.keys_of(aim)]
 
 
 def _chosen(it: Drafter, sources: dict[str, Source], *, own_head: bool | None) -> dict[str, Source]:

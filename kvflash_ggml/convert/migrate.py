@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ConversionError
 from ..files import replacing
-from ..gguf import origin, reader, target, types, verify
+from ..gguf import reader, target, types, verify
 from ..gguf.drafter import ARCHITECTURE, BLOCK_SIZE, MASK, TARGET_LAYERS
 from ..gguf.purpose import OLD_DFLASH
 from ..gguf.reader import GGUF, Field, Tensor
@@ -44,8 +44,8 @@ def migrate(
         )  # fmt: skip
     fields = _fields(file, model)
     if model is not None:
-        fields = [field for field in fields if field.name not in origin.KEYS]
-        fields += origin.fields(target.describe(reader.read(model)))
+        fields = [field for field in fields if field.name not in target.KEYS]
+        fields += target.keys_of(target.describe(reader.read(model)))
     tensors = [_planned(file, tensor) for tensor in file.tensors.values()]
     with replacing(out) as made:
         writer.write(made, fields, tensors, progress)

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from ..errors import ConversionError
 from ..files import check_writable, replacing
-from ..gguf import origin, reader, target, types, verify
+from ..gguf import reader, target, types, verify
 from ..gguf.reader import ALIGNMENT, Field
 from ..gguf.types import Bytes, TensorType
 from ..logs import Progress
@@ -93,9 +93,9 @@ def bind(
     """
     check_output(out, source, model)
     file, aim = reader.read(source, called=called), reader.read(model)
-    file = replace(file, fields={name: field for name, field in file.fields.items() if name not in origin.KEYS})
+    file = replace(file, fields={name: field for name, field in file.fields.items() if name not in target.KEYS})
     verify.check(file, aim, rope_differs=rope_differs)
-    fields = [*file.fields.values(), *origin.fields(target.describe(aim))]
+    fields = [*file.fields.values(), *target.keys_of(target.describe(aim))]
     tensors = [
         Planned(name=tensor.name, kind=tensor.kind, shape=tensor.shape, pieces=partial(file.pieces, tensor))
         for tensor in file.tensors.values()

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, ConversionError, brief
-from . import heads, origin, reader
+from . import heads, reader
 from .reader import GGUF
+from .target import TRAINED_FOR
 
 _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 _BESIDE = (
@@ -156,7 +157,7 @@ def _projects(file: GGUF) -> bool:
 def _drafter(file: GGUF) -> Part | None:
     architecture = file.architecture
     if architecture in _DRAFTERS:
-        kind = file.get(origin.ARCHITECTURE)
+        kind = file.get(TRAINED_FOR)
         target = f"the {brief(kind)} model" if isinstance(kind, str) else "the model"
         return Part(_DRAFTERS[architecture], _BESIDE.format(f"{target} that it was trained for"), drafts=True)
     if architecture in OLD_DFLASH:

@@ -1,14 +1,20 @@
-"""Reads what a drafter must know of its target from the target's file."""
+"""What a drafter's file says of its target, and what must be known of it: fields, vocabulary, and a signature.
+
+The signature of a model's embedding hardly changes when the model is quantised. Another training changes half of it.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..errors import ConversionError
-from .embedding import signature
-from .reader import GGUF, Field
+from . import types
+from .reader import GGUF, Field, Tensor, file_pieces, parts
 
 LAYER_INPUTS = frozenset({
     "bailingmoe3", "deepseek4", "gemma4", "gpt-oss", "hunyuan-dense", "hunyuan_vl", "lfm2", "lfm2moe", "llama", "mimo2",
@@ -23,8 +29,27 @@ LAST_INPUT = frozenset({"deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"})
 USUAL_THETA = 10000.0
 """RoPE's base where a file names none, as llama.cpp assumes."""
 
+TRAINED_FOR = "kvflash.target.architecture"
+SIGNATURE = "kvflash.target.embedding"
+KEYS = frozenset({TRAINED_FOR, SIGNATURE})
+"""Keys in a drafter's file that name the model it was trained for."""
+
+TOLERATED = 51
+"""Bits of 256 in which two files of one model may differ: a fifth, as for embeddings whose cosine is 0.8."""
+
+EMBEDDING = "token_embd.weight"
+ROWS, BITS = 64, 4
+"""Tokens, evenly spaced over the vocabulary, and bits of each: 256 bits, 64 hexadecimal digits."""
+
+_WIDEST = 1 << 16
+
 _TOKENIZER = "tokenizer."
 _REMEDY = "Give the GGUF file of the whole target model, the first one if it is split."
+_DIGITS = re.compile(rf"[0-9a-f]{{{ROWS * BITS // 4}}}")
+_OTHER = (
+    "Give the target that it was trained for. If it was trained for this one and the keys are wrong, "
+    "kvflash-convert bind writes others."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +58,7 @@ class Target:
 
     where: the name in errors. layers: without MTP heads. context: trained length in tokens. mask: the mask token, None
     without one. sections: whether RoPE counts in sections (M-RoPE). tokenizer: its fields in the file. vocabulary: a
-    hash of the tokens. embedding: the signature of `embedding.signature`, None without one.
+    hash of the tokens. embedding: see `signature`, None without one.
     """
 
     where: str
@@ -82,6 +107,77 @@ def vocabulary(file: GGUF) -> str:
     """Return a hash of the tokens. How the tokenizer splits text does not matter: a drafter gets tokens."""
     field = file.fields.get("tokenizer.ggml.tokens")
     return hashlib.sha256(b"" if field is None else field.raw).hexdigest()[:16]
+
+
+def keys_of(aim: Target) -> list[Field]:
+    """Return the keys for a drafter of this target. The vocabulary needs no key: the drafter's file has it."""
+    found = [Field.of(TRAINED_FOR, aim.architecture)]
+    return found if aim.embedding is None else [*found, Field.of(SIGNATURE, aim.embedding)]
+
+
+def check_keys(file: GGUF, aim: Target) -> bool:
+    """Compare a drafter's keys with a target. Return False if one of the two has no signature.
+
+    Raises ConversionError if the drafter was trained for another model, or a key is damaged.
+    """
+    architecture, trained = file.get(TRAINED_FOR), file.get(SIGNATURE)
+    if architecture is not None and architecture != aim.architecture:
+        raise ConversionError(
+            file.name, TRAINED_FOR, found=architecture, wanted=f"{aim.architecture}, the target's", remedy=_OTHER
+        )
+    if trained is None or aim.embedding is None:
+        return False
+    if not isinstance(trained, str) or not _DIGITS.fullmatch(trained):
+        raise ConversionError(
+            file.name, SIGNATURE, found=trained, wanted="64 hexadecimal digits", remedy="Fetch the file again."
+        )
+    differ = distance(trained, aim.embedding)
+    if differ > TOLERATED:
+        raise ConversionError(
+            file.name, "the model that it was trained for", found=f"another one: the signatures of the embeddings "
+            f"differ in {differ} of 256 bits", wanted=f"{aim.where}, or at most {TOLERATED} bits", remedy=_OTHER,
+        )  # fmt: skip
+    return True
+
+
+def signature(file: GGUF) -> str | None:
+    """Return the signature of a model, 64 hexadecimal digits; None without an embedding of a type that numpy reads.
+
+    Each bit is the sign of a token's embedding, [hidden], times a fixed pattern of ones and minus ones. Two files of
+    one model in types of four bits and more differ in few of 256 bits, two trainings in about 128.
+
+    file: of the model, the first part if it is split. Raises ConversionError if a part is missing.
+    """
+    for part in parts(file):
+        if (tensor := part.tensors.get(EMBEDDING)) is not None:
+            return _signature(part, tensor)
+    return None
+
+
+def distance(one: str, other: str) -> int:
+    """Return how many bits differ between two signatures."""
+    return (int(one, 16) ^ int(other, 16)).bit_count()
+
+
+def _signature(file: GGUF, tensor: Tensor) -> str | None:
+    if len(tensor.shape) != 2 or tensor.shape[0] > _WIDEST:
+        return None
+    hidden, count = tensor.shape
+    places = [tensor.offset + tensor.row * (row * (count - 1) // (ROWS - 1)) for row in range(ROWS)]
+    raw = np.concatenate([piece for at in places for piece in file_pieces(file.path, at, tensor.row, row=tensor.row)])
+    rows = types.dequantise(raw, tensor.kind)
+    if rows is None:
+        return None
+    bits = (rows.reshape(ROWS, 1, hidden) * _pattern(hidden)).sum(-1) > 0
+    return np.packbits(bits).tobytes().hex()
+
+
+def _pattern(hidden: int) -> np.ndarray:
+    """Return ones and minus ones, [ROWS, BITS, hidden], the same for every model of this width."""
+    width = -(-hidden // 8)
+    drawn = np.frombuffer(hashlib.shake_128(EMBEDDING.encode()).digest(ROWS * BITS * width), np.uint8)
+    signs = np.unpackbits(drawn.reshape(ROWS, BITS, width), axis=-1)[:, :, :hidden]
+    return signs.astype(np.float32) * 2 - 1
 
 
 def _whole(file: GGUF, key: str) -> int:

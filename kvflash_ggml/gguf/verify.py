@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import ConversionError
 from ..logs import Progress
-from . import drafter, heads, origin, reader, target, types
+from . import drafter, heads, reader, target, types
 from .drafter import ARCHITECTURE, MASK, Drafter
 from .reader import GGUF
 from .target import Target
@@ -69,7 +69,7 @@ def check(file: GGUF, model: GGUF | None, *, rope_differs: bool = False) -> str:
 
 def _fits(file: GGUF, aim: Target) -> str:
     """Return a note on whether the drafter was trained for this target. ConversionError if it was not."""
-    if origin.check(file, aim):
+    if target.check_keys(file, aim):
         return f"it fits {aim.where}, the model that it was trained for, or a fine-tuned one of the same embedding"
     return (
         f"its shape fits {aim.where}, and whether it was trained for it cannot be checked: the files do not say so "

@@ -27,8 +27,8 @@ from kvflash_ggml.cli.convert import convert
 from kvflash_ggml.convert import draft, quantize
 from kvflash_ggml.convert.describe import describe
 from kvflash_ggml.errors import ConversionError
-from kvflash_ggml.gguf import heads, origin, reader, types, verify
-from kvflash_ggml.gguf.target import LAST_INPUT, LAYER_INPUTS
+from kvflash_ggml.gguf import heads, reader, types, verify
+from kvflash_ggml.gguf.target import KEYS, LAST_INPUT, LAYER_INPUTS
 from kvflash_ggml.spec import acceptance
 from kvflash_ggml.spec.acceptance import TargetModel
 
@@ -192,7 +192,7 @@ def test_a_quantised_drafter_is_accepted_as_often(loaded: None, tmp_path: Path) 
 
 def test_a_drafter_of_another_target_is_not_accepted(tmp_path: Path, loaded: None) -> None:
     def forget(fields: dict[str, Any]) -> None:
-        for key in origin.KEYS:
+        for key in KEYS:
             fields.pop(key)
 
     silent = checkpoints.rewritten(DRAFT, tmp_path / "silent.gguf", forget)

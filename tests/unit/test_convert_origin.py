@@ -22,8 +22,9 @@ from support.checkpoints import (
 from kvflash_ggml.cli.convert import convert
 from kvflash_ggml.convert import draft, migrate, quantize, writer
 from kvflash_ggml.errors import ConversionError
-from kvflash_ggml.gguf import embedding, origin, reader, verify
+from kvflash_ggml.gguf import reader, verify
 from kvflash_ggml.gguf.reader import Field
+from kvflash_ggml.gguf.target import KEYS, SIGNATURE, distance, signature
 
 MODELS = Path(__file__).parents[1] / "models"
 BOUND = {
@@ -52,7 +53,7 @@ def drafter(tmp_path: Path, target: Path) -> Path:
 
 def without_keys(source: Path, out: Path) -> Path:
     def forget(fields: dict[str, Field]) -> None:
-        for key in origin.KEYS:
+        for key in KEYS:
             fields.pop(key)
 
     return rewritten(source, out, forget)
@@ -70,27 +71,27 @@ def signed(path: Path, kind: str, seed: int = 0) -> str | None:
     writer.add_tensor("token_embd.weight", gguf.quants.quantize(values, number), raw_dtype=number)
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
-    return embedding.signature(reader.read(path))
+    return signature(reader.read(path))
 
 
 def test_a_signature_survives_quantisation(tmp_path: Path) -> None:
     plain, other = (signed(tmp_path / "a.gguf", "F32", seed) for seed in (0, 1))
     assert plain is not None
     assert other is not None
-    assert 90 < embedding.distance(plain, other) < 166
+    assert 90 < distance(plain, other) < 166
     for kind, most in (("F16", 1), ("BF16", 4), ("Q8_0", 8), ("Q5_1", 16), ("Q4_0", 26)):
         found = signed(tmp_path / "a.gguf", kind)
         assert found is not None
-        assert embedding.distance(plain, found) <= most
+        assert distance(plain, found) <= most
 
 
 def test_tokens_that_nobody_has_trained(tmp_path: Path) -> None:
     """Rows of zeros count as equal, and a vocabulary may be smaller than the rows that are looked at."""
     for count in (1, 7, 64):
         path = write_gguf(tmp_path / "a.gguf", [], {"token_embd.weight": np.zeros((count, 32), np.float32)})
-        assert embedding.signature(reader.read(path)) == "0" * 64
+        assert signature(reader.read(path)) == "0" * 64
     path = write_gguf(tmp_path / "a.gguf", [], {"token_embd.weight": np.zeros(64, np.float32)})
-    assert embedding.signature(reader.read(path)) is None
+    assert signature(reader.read(path)) is None
 
 
 def test_the_embedding_of_a_model_in_parts(tmp_path: Path, target: Path) -> None:
@@ -98,9 +99,7 @@ def test_the_embedding_of_a_model_in_parts(tmp_path: Path, target: Path) -> None
     wanted = arrays.pop("token_embd.weight")
     write_gguf(tmp_path / "m-00001-of-00002.gguf", target_fields(), arrays)
     write_gguf(tmp_path / "m-00002-of-00002.gguf", [], {"token_embd.weight": wanted})
-    assert embedding.signature(reader.read(tmp_path / "m-00001-of-00002.gguf")) == embedding.signature(
-        reader.read(target)
-    )
+    assert signature(reader.read(tmp_path / "m-00001-of-00002.gguf")) == signature(reader.read(target))
 
 
 # --- the check
@@ -141,7 +140,7 @@ def test_a_file_that_does_not_say_cannot_be_checked(tmp_path: Path, drafter: Pat
 @pytest.mark.parametrize("value", ["", "zz" * 32, "0" * 63, "0" * 65, 7, [1, 2], "F" * 64])
 def test_a_damaged_key(tmp_path: Path, drafter: Path, target: Path, value: str) -> None:
     def change(fields: dict[str, Field]) -> None:
-        fields[origin.EMBEDDING] = Field.of(origin.EMBEDDING, value)
+        fields[SIGNATURE] = Field.of(SIGNATURE, value)
 
     with pytest.raises(ConversionError, match=r"kvflash\.target\.embedding is .*; wanted: 64 hexadecimal digits"):
         verify.verify(rewritten(drafter, tmp_path / "odd.gguf", change), model=target)
