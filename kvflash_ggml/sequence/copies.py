@@ -14,7 +14,7 @@ import numpy as np
 from ..arrays import Buffer, room_for
 from ..errors import HostMemoryError
 from ..state.session import Blob, Bytes, Row, in_memory
-from .worker import Worker
+from ..threads import Worker
 
 if TYPE_CHECKING:
     from ..native.engine import Engine

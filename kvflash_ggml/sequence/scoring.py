@@ -22,11 +22,11 @@ from ..native.streamed import NOBODY, Asked
 from ..policy.base import Lasting, Masses, Pairs, Reading, Resumable, Scorer, ScoreRequest, Selective
 from ..pool.residency import Chunks, few_moves
 from ..state.session import PolicyState, Replay, Statistics, done
+from ..threads import Worker
 from .keys import HostKeys, most_threads
 from .query_ring import QueryCopy, QueryRing
 from .scores import AttentionScores, check_scores
 from .selection import Selection
-from .worker import Worker
 
 if TYPE_CHECKING:
     from ..host.image import PageImage

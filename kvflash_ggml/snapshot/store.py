@@ -13,9 +13,9 @@ from typing import Any
 
 from ..errors import SnapshotError
 from ..files import replacing
-from ..interrupts import held_back
 from ..sequence.sequence import Sequence
 from ..state.session import SessionState
+from ..threads import held_back
 from . import codec, format
 from .container import BytesSource, Container, FileSource, Source
 from .fingerprint import Fingerprint

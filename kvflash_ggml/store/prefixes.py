@@ -17,12 +17,12 @@ from ..constants import CHUNK
 from ..errors import KVFlashError, SnapshotError
 from ..host.heap import PageHeap
 from ..host.image import PageImage
-from ..interrupts import held_back
 from ..sequence import restore
 from ..sequence.sequence import Sequence
 from ..snapshot.container import StoredPage
 from ..snapshot.store import SnapshotStore
 from ..state.session import SessionState
+from ..threads import held_back
 from .disk import DiskTier
 from .texts import Texts
 

@@ -22,7 +22,7 @@ from support.integrity import check_table
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.errors import ConfigError, ContextFull, DecodeError, KVFlashError, SnapshotError, SnapshotMismatch
-from kvflash_ggml.sequence.worker import Worker
+from kvflash_ggml.threads import Worker
 
 GREEDY = {"temp": 0.0}
 

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 from support.saving import make, snapshot_store, text
 
-from kvflash_ggml.interrupts import held_back
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.restore import state
-from kvflash_ggml.sequence.worker import Worker
+from kvflash_ggml.threads import Worker, held_back
 
 
 def interrupted(close: Callable[[], None]) -> None:

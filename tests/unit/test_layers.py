@@ -37,7 +37,6 @@ FLOORS = [
         "env",
         "errors",
         "files",
-        "interrupts",
         "logs",
         "notation",
         "pip_line",
@@ -45,6 +44,7 @@ FLOORS = [
         "sampling",
         "settings",
         "system",
+        "threads",
     },
 ]
 """From the top down. A room imports itself and the floors below; on the ground the files are in no order."""

@@ -22,7 +22,7 @@ from kvflash_ggml.sequence.keys import HostKeys
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.query_ring import QueryRing
 from kvflash_ggml.sequence.scores import AttentionScores, check_scores
-from kvflash_ggml.sequence.worker import Worker
+from kvflash_ggml.threads import Worker
 
 
 class Foreign(Digest):

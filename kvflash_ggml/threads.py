@@ -1,13 +1,13 @@
-"""A thread that does one thing after the other."""
+"""A thread that does one thing after the other, and Ctrl-C held back while threads end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from threading import get_ident
-
-from ..interrupts import held_back
+from contextlib import ExitStack, contextmanager
+from threading import current_thread, get_ident, main_thread
+from types import FrameType
 
 
 class Worker:
@@ -39,3 +39,24 @@ class Worker:
         """Do all submitted work, and end. Waits for it, except on this thread."""
         with held_back():
             self._executor.shutdown(wait=not self.is_here)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block, as where threads end whose memory is freed next.
+
+    Until Python 3.13 an interrupted `Thread.join` says of a thread that runs that it has ended. So nobody could wait
+    for it again. Other threads than the main one get no Ctrl-C.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if current_thread() is not main_thread() or not callable(before):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *call: came.append(call))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(*came[0])
