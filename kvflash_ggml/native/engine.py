@@ -14,7 +14,7 @@ from ..arrays import Buffer, Floats, Int32s, room_for
 from ..constants import CHUNK
 from ..errors import CLOSED, ConfigError, EngineError, KVFlashError, UnsupportedModelError
 from ..media.rows import Part, are_mutual
-from . import logits
+from . import contexts
 from ._kvf import ffi, lib
 from .info import DeviceInfo, EngineInfo, Layer, read_info, read_layers
 from .status import check, value
@@ -377,7 +377,7 @@ class Engine:
 
     def argmax(self, rows: Sequence[int] | Int32s) -> Int32s:
         """Return the likeliest token of each of these rows of the newest step, [n]."""
-        return logits.argmax(self._context, rows)
+        return contexts.argmax(self._context, rows)
 
     def set_logits(self, row: Floats) -> None:
         """Make `row` [n_vocab] the logits of the last token, as if it had just been evaluated."""

@@ -15,7 +15,7 @@ from ..config import SPEC_DEFAULT_WINDOW
 from ..drafter.model import BOUND
 from ..errors import ConversionError
 from ..gguf import heads, reader, verify
-from ..native import stock
+from ..native import contexts
 from ..sequence.prefill import LEFT_OVER, QUESTION_TOKENS
 from ..state.session import SavedDraft
 from .base import Features, Target
@@ -141,7 +141,7 @@ class Mtp(Chained):
             address: Any = target.model
             if path is None:
                 heads.check(file)
-                if not stock.has_head(target.model):
+                if not contexts.has_head(target.model):
                     raise ConversionError(
                         file.name, "the head for further tokens", found="not loaded", wanted="a model loaded with it",
                         remedy="Load the model with load_mtp.",
@@ -150,7 +150,7 @@ class Mtp(Chained):
                 verify.check_heads(file, reader.read(target.path))
                 weights = DraftModel(path, offload=target.offload, repack=target.repack, mtp=True)
                 address = stack.enter_context(closing(weights)).address
-            context = DraftContext(address, target, window=window, mtp=True, states=stock.STATES)
+            context = DraftContext(address, target, window=window, mtp=True, states=contexts.STATES)
             stack.enter_context(closing(context))
             width = state_width(address)
             super().__init__(
@@ -170,7 +170,7 @@ class Eagle3(Chained):
         with ExitStack() as stack:
             weights = stack.enter_context(closing(DraftModel(path, offload=target.offload, repack=target.repack)))
             shares = not {"token_embd.weight", "output.weight"} <= file.tensors.keys()
-            context = DraftContext(weights.address, target, window=window, shares=shares, states=stock.STATES)
+            context = DraftContext(weights.address, target, window=window, shares=shares, states=contexts.STATES)
             stack.enter_context(closing(context))
             super().__init__(
                 "eagle3", wants(file, model), target, path, context, stack.pop_all(),

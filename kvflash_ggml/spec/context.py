@@ -16,7 +16,7 @@ from ..config import SPEC_DEFAULT_WINDOW, SPEC_WINDOW
 from ..constants import round_up
 from ..drafter.model import same_vocabulary
 from ..errors import ConfigError, ConversionError, HostMemoryError
-from ..native import logits, stock
+from ..native import contexts
 from .base import Target
 
 STEP = 512
@@ -69,14 +69,14 @@ class DraftContext:
 
     model: address of a llama_model; it and the target must outlive this. shares: the drafter uses the target's
     embeddings or head. mtp: the context is of the heads for further tokens in the target's own file. states, causal:
-    see `native.stock`. HostMemoryError if there is no memory.
+    see `native.contexts`. HostMemoryError if there is no memory.
 
     types: ggml's types of K and V. A call that fails leaves the context empty: the text must be read again.
     """
 
     def __init__(
         self, model: Any, target: Target, *, window: int = SPEC_DEFAULT_WINDOW, shares: bool = False, mtp: bool = False,
-        states: int = stock.NO_STATES, causal: bool = True,
+        states: int = contexts.NO_STATES, causal: bool = True,
     ) -> None:  # fmt: skip
         if window < _SLACK:
             raise ConfigError(f"a drafter's window of {window} tokens: it must be {_SLACK} at least")
@@ -99,7 +99,7 @@ class DraftContext:
                     f"no context of {params.n_ctx} tokens could be made for a drafter: give it a smaller window"
                 )
             stack.callback(llama_cpp.llama_free, self._context)
-            stock.open_draft(self._context, states=states, causal=causal)
+            contexts.open_draft(self._context, states=states, causal=causal)
             self._stack = stack.pop_all()
         self._memory = llama_cpp.llama_get_memory(self._context)
         vocab = llama_cpp.llama_model_get_vocab(model)
@@ -111,7 +111,7 @@ class DraftContext:
         """Evaluate tokens [n], rows [n, width], or both, from position `start` on; at most `step` of them.
 
         Positions from `start` on are forgotten before, and so is everything if `start` does not follow the held
-        positions. outputs: see `native.stock.run_draft`. Raises DecodeError, or EngineError for a token out of its
+        positions. outputs: see `native.contexts.run_draft`. Raises DecodeError, or EngineError for a token out of its
         vocabulary and rows of another width.
         """
         count = len(tokens) if tokens is not None else len(rows) if rows is not None else 0
@@ -121,7 +121,7 @@ class DraftContext:
         if start + count - self.first > self.window + _SLACK:
             self._drop(start + count - self.window)
         try:
-            stock.run_draft(
+            contexts.run_draft(
                 self._context, np.arange(start, start + count, dtype=np.int32), tokens, rows, outputs=outputs
             )  # fmt: skip
         except BaseException:
@@ -143,17 +143,17 @@ class DraftContext:
             part = rows[first : first + self.step]
             # an encoder ignores positions, but llama.cpp refuses a gap
             places = np.arange(self.end, self.end + len(part), dtype=np.int32)
-            stock.run_draft(self._context, places, rows=part, outputs=len(part), encode=True)
+            contexts.run_draft(self._context, places, rows=part, outputs=len(part), encode=True)
             made.append(self.states(len(part)))
         return np.concatenate(made)
 
     def states(self, count: int) -> Floats:
         """Return the states of the first `count` tokens of the last run, [count, state]."""
-        return stock.draft_states(self._context, count, self._n_state)
+        return contexts.draft_states(self._context, count, self._n_state)
 
-    def top(self, rows: logits.Rows, k: int) -> tuple[Int32s, Floats]:
-        """Return `native.logits.top` of rows of the last run. DecodeError if a row is not finite."""
-        return logits.top(self._context, rows, k)
+    def top(self, rows: contexts.Rows, k: int) -> tuple[Int32s, Floats]:
+        """Return `native.contexts.top` of rows of the last run. DecodeError if a row is not finite."""
+        return contexts.top(self._context, rows, k)
 
     def truncate(self, length: int) -> None:
         """Forget the positions from `length` on."""

@@ -16,7 +16,7 @@ from ..errors import DraftError
 from ..gguf import reader, verify
 from ..gguf import target as target_facts
 from ..gguf.reader import GGUF
-from ..native import stock
+from ..native import contexts
 from . import tree
 from .base import Features, Target
 from .context import DraftContext, DraftModel
@@ -31,7 +31,7 @@ class Positions:
     size: int
     first = 1
     name = "dflash"
-    states = stock.NO_STATES
+    states = contexts.NO_STATES
     outputs = True
 
     def read(self, context: DraftContext, most: int, branches: int) -> Draft:
@@ -57,7 +57,7 @@ class Markov:
 
     @property
     def states(self) -> int:
-        return stock.STATES if self.confident else stock.NO_STATES
+        return contexts.STATES if self.confident else contexts.NO_STATES
 
     def read(self, context: DraftContext, most: int, branches: int) -> Draft:
         """There is one branch: the graph continues from the likeliest tokens."""
@@ -80,7 +80,7 @@ class Lattice:
     k: int
     first = 1
     name = "dflash2"
-    states = stock.ALL_STATES
+    states = contexts.ALL_STATES
     outputs = False
 
     def read(self, context: DraftContext, most: int, branches: int) -> Draft:

@@ -47,7 +47,7 @@ def expected(logits: Any, k: int) -> tuple[Any, Any]:
 
 
 def compare(run: Bare, logits: Any, k: int) -> None:
-    from kvflash_ggml.native.logits import top
+    from kvflash_ggml.native.contexts import top
 
     ids, logp = top(address(run), range(ROWS), k)
     want_ids, want_logp = expected(logits, k)
@@ -88,7 +88,7 @@ def test_of_any_shape(shape: Callable[[Any, int], Any], k: int, run: Bare, logit
 
 def test_equal_ones_come_in_their_order_wherever_they_are(run: Bare, logits: Any) -> None:
     """At the end of a span, at its beginning, and beyond the last vector."""
-    from kvflash_ggml.native.logits import top
+    from kvflash_ggml.native.contexts import top
 
     logits[:] = -1
     places = [17, 2047, 2048, 2049, 4094, 4095]
@@ -116,7 +116,7 @@ def test_a_row_without_a_possible_token_is_refused(run: Bare, logits: Any) -> No
 
 
 def test_rows_that_were_not_kept_are_refused(run: Bare, tokens: Any) -> None:
-    from kvflash_ggml.native.logits import top
+    from kvflash_ggml.native.contexts import top
 
     engine, n_vocab = run.session.engine, run.n_vocab
     for row in (4, 96, 2**31 - 1, -5, -(2**31)):
