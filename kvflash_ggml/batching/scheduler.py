@@ -382,7 +382,8 @@ class Scheduler:
         (reader,) = (one for one in self._running if one.job is job)
         took = self._clock() - (reader.stepped or max(reader.began, reader.answer.started))
         self._let_in(reader, done)
-        others = [one for one in self._running if not one.reads]
+        nested = sum(one.reads for one in self._running) > 1  # then no further prompt is begun
+        others = [one for one in self._running if not one.reads and (one.answer.generated or not nested)]
         if others:
             began = self._clock()
             self._steps.read(done - reader.done, took)

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.fake_model import STEP, FakeModel
 from support.served import Asked, answer, ask, request
 
@@ -135,6 +137,14 @@ def test_a_short_prompt_that_takes_two_steps_after_all(make: Make, other: int) -
     scheduler.start()
     assert ends(asked) == [spelled(bytes(prompts[0]))[:40].decode(), spelled(bytes(prompts[1]))[:1].decode()]
     assert sum(slot.model.read_tokens for slot in scheduler.slots) == SHORT + other  # type: ignore[attr-defined]
+
+
+def test_many_short_prompts_that_take_two_steps(make: Make) -> None:
+    """They are not read inside one another, which would be too deep."""
+    scheduler = make(FakeModel(parallel=150, reply=spelled, short=SHORT, twice=SHORT), begin=False)
+    asked = [ask(scheduler, text(SHORT, i), 3) for i in range(150)]
+    scheduler.start()
+    assert ends(asked) == [spelled(bytes(text(SHORT, i)))[:3].decode() for i in range(150)]
 
 
 class ReadsAgain(FakeModel):
@@ -403,6 +413,61 @@ def test_what_counts_of_a_prompt_is_what_has_to_be_read(make: Make) -> None:
     end = asked[1].wait()
     assert isinstance(end, Finished)
     assert end.usage.cached == 2004
+
+
+arrivals = st.tuples(
+    st.integers(0, 80), st.sampled_from([10, SHORT, 100, 400, 1500]), st.integers(0, 2), st.integers(1, 12)
+)
+
+
+@given(
+    st.lists(arrivals, min_size=1, max_size=12), st.sets(st.integers(0, 200), max_size=4),
+    st.sets(st.integers(0, 200), max_size=2),
+)  # fmt: skip
+def test_whatever_comes_when_each_gets_its_own_answer(
+    coming: list[tuple[int, int, int, int]], damaged: set[int], cancelled: set[int]
+) -> None:
+    """Requests come at steps of the others, pages are found damaged in steps, and clients leave."""
+    model = ReadsAgain(parallel=SLOTS, reply=spelled, short=SHORT, twice=10)
+    scheduler, steps = Scheduler(model), count()
+    later, asked, most_read = sorted(coming), list[Asked](), 0
+
+    def submit() -> None:
+        _, length, seed, most = later.pop(0)
+        asked.append(ask(scheduler, text(length, seed), most))
+
+    def come() -> int:
+        nonlocal most_read
+        step = next(steps)
+        most_read = max(most_read, sum(one.reads and one.pending is None for one in scheduler._running))
+        while later and later[0][0] <= step:
+            submit()
+        if step in cancelled:
+            scheduler.cancel(asked[step % len(asked)].request.id)
+        return step
+
+    def come_or_fail() -> None:
+        if come() in damaged and model.rows == 1:
+            raise SnapshotError("a page is damaged")
+
+    model.on_step = come_or_fail
+    for other in model.beside:
+        other.on_step = come  # type: ignore[assignment]
+    submit()
+    scheduler.start()
+    try:
+        for one in asked:  # which grows
+            end = one.wait()
+            if isinstance(end, Failed):
+                assert end.code == "cancelled"
+            else:
+                assert list(end.tokens) == list(spelled(bytes(one.request.tokens.tolist()))[: one.request.max_tokens])
+            if one is asked[-1] and later:  # the engine rests
+                submit()
+    finally:
+        scheduler.close()
+    assert most_read <= 2
+    assert all((slot.request, slot.model.held) == (None, 0) for slot in scheduler.slots)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("error", [DecodeError("step 7 failed"), NotFinite("no numbers")])
