@@ -14,7 +14,7 @@ from ..batching.messages import Event, Finished, Usage
 from ..chat.reader import AnswerReader
 from ..chat.values import Delta
 from .chat import prepared, tokens_of
-from .errors import ApiError
+from .errors import ApiError, invalid
 from .exchange import Answer, frame
 from .front import Front
 from .images import data_url, image_part
@@ -159,15 +159,17 @@ def _result(turns: Turns, part: dict[str, Any], where: str) -> str | dict[str, A
 def _tools(turns: Turns, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Functions; tools that Anthropic's servers have themselves are left out."""
     made, names = [], set()
-    for tool in tools:
+    for i, tool in enumerate(tools):
         if "input_schema" not in tool:
+            if tool.get("type") in (None, "custom"):
+                raise invalid(f"tools.{i}.input_schema", f"tools.{i}.input_schema: it is missing")
             turns.leave_out(f"tools.{kind_of(tool)}")
             continue
         if str(tool.get("name")) in names:
             continue
         names.add(str(tool.get("name")))
         function = {
-            "name": text_of(tool, "name", "tools"),
+            "name": text_of(tool, "name", f"tools.{i}"),
             "description": tool.get("description"),
             "parameters": tool["input_schema"],
         }
@@ -177,9 +179,11 @@ def _tools(turns: Turns, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 
 def _choice(choice: dict[str, Any]) -> dict[str, Any]:
     kind, alone = choice.get("type"), choice.get("disable_parallel_tool_use")
-    wanted = {"type": "function", "function": {"name": choice.get("name")}} if kind == "tool" else kind
+    wanted: Any = "required" if kind == "any" else kind
+    if kind == "tool":
+        wanted = {"type": "function", "function": {"name": text_of(choice, "name", "tool_choice")}}
     return {
-        "tool_choice": "required" if kind == "any" else wanted,
+        "tool_choice": wanted,
         "parallel_tool_calls": not alone if isinstance(alone, bool) else alone,
     }
 

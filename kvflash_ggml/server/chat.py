@@ -21,6 +21,7 @@ from .fields import note
 from .front import Front, several
 from .images import IMAGES, MARK, SOUND, Images
 from .schema import ChatRequest, Message, TemplateRequest, ToolChoice, text_of_content
+from .turns import text_of
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 """Of a tool. Formats of calls have marks behind a name, so a tool with another name is left out."""
@@ -186,23 +187,27 @@ def _message(message: Message, index: int, images: Images) -> dict[str, Any]:
     entry["content"] = _content(message.content, f"messages.{index}.content", images)
     if not message.tool_calls:
         entry.pop("tool_calls", None)
-    for call in message.tool_calls or ():
-        _check_call(call)
+    for i, call in enumerate(message.tool_calls or ()):
+        _check_call(call, f"messages.{index}.tool_calls.{i}")
     return entry
 
 
-def _check_call(call: dict[str, Any]) -> None:
+def _check_call(call: dict[str, Any], where: str) -> None:
+    """ApiError for what is no call. Arguments may be an object, as templates want them."""
     function = call.get("function")
     if not isinstance(function, dict):
         raise ApiError(400, "tool_calls: each has a function with a name and arguments", param="messages")
-    if isinstance(function.get("arguments"), str):
-        try:
-            bodies.loads((function["arguments"] or "{}").encode())
-        except bodies.Refused as err:
-            message = f"messages: the arguments of a tool call are refused: {err}"
-            raise ApiError(400, message, param="messages") from None
-        except ValueError:  # a model may have written what is none
-            pass
+    text_of(call, "id", where, "")
+    text_of(function, "name", f"{where}.function")
+    if isinstance(function.get("arguments"), dict):
+        return
+    try:
+        bodies.loads((text_of(function, "arguments", f"{where}.function", "") or "{}").encode())
+    except bodies.Refused as err:
+        message = f"messages: the arguments of a tool call are refused: {err}"
+        raise ApiError(400, message, param="messages") from None
+    except ValueError:  # a model may have written what is none
+        pass
 
 
 def _system_end(front: Front, messages: Sequence[Message], text: str, tokens: Sequence[int]) -> int:

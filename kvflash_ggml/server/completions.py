@@ -18,8 +18,8 @@ from .usage import heading, marked
 
 async def completions(front: Front, http: HttpRequest) -> Response:
     asked: CompletionRequest = await front.asked(http, CompletionRequest)
-    if asked.best_of not in (None, 1):
-        raise ApiError(501, "best_of is not supported: leave it out", param="best_of")
+    if asked.best_of not in (None, 1, asked.n):
+        raise ApiError(501, f"best_of: {asked.best_of}, and only n is supported: leave it out", param="best_of")
     if asked.echo and asked.logprobs is not None:
         raise ApiError(501, "logprobs of the prompt are not kept: leave out echo or logprobs", param="echo")
     each, prompts = asked.n or 1, prompts_of(asked)

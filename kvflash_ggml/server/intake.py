@@ -107,16 +107,17 @@ class Intake:
             message = f"the body is encoded as {encoding[:40]!r}, and identity is all that is read: send it as it is"
             raise ApiError(415, message, code="content_encoding")
         limit, stall_s, data = self.settings.max_body, self.settings.stall_timeout_s, bytearray()
+        size = int(request.headers.get("content-length", 0))  # h11 takes digits alone
         began, parts = time.monotonic(), request.stream()
         try:
             while True:
+                if max(size, len(data)) > limit:
+                    raise ApiError(413, f"the body has more than {limit} bytes: --max-body", code="body_too_large")
                 left = stall_s + len(data) / SLOWEST - (time.monotonic() - began)
                 part = await asyncio.wait_for(anext(parts, None), min(left, stall_s))
                 if part is None:
                     break
                 data += part
-                if len(data) > limit:
-                    raise ApiError(413, f"the body has more than {limit} bytes: --max-body", code="body_too_large")
         except ClientDisconnect:
             raise ApiError(400, "the body ended too early", code="invalid_json") from None
         except (TimeoutError, asyncio.TimeoutError):

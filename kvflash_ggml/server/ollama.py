@@ -141,7 +141,7 @@ async def generate(front: Front, http: HttpRequest) -> Response:
     asked: GenerateRequest = await front.asked(http, GenerateRequest)
     if not (asked.prompt or asked.suffix):
         return silent(front.settings.alias, "load", generate=True)
-    if asked.suffix is None and not asked.raw and front.prompts.template is not None:
+    if not asked.suffix and not asked.raw and front.prompts.template is not None:
         said = {"system": asked.system, "user": asked.prompt}
         messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in said.items() if text]
         if asked.images:
@@ -150,7 +150,7 @@ async def generate(front: Front, http: HttpRequest) -> Response:
     if asked.images:
         raise invalid("images", "images are part of a chat: leave out raw and suffix")
     raw = await front.work(http, _translated, front, http, RawRequest, asked, {"prompt": asked.prompt})
-    tokens = await front.work(http, prompt_tokens, front, asked.prompt, asked.suffix)
+    tokens = await front.work(http, prompt_tokens, front, asked.prompt, asked.suffix or None)
     grammar = await front.format_grammar(http, raw)
     request = front.make(http, raw, tokens, kind="gen", max_tokens=raw.n_predict, grammar=grammar)
     answer = OllamaAnswer(front.settings.alias, raw, AnswerReader(), generate=True)

@@ -19,10 +19,6 @@ from . import schemas
 if TYPE_CHECKING:
     from ..llama.llama import Llama
 
-
-_LOOSE, _STRICT = r'char ::= [^"\\] |', r'char ::= [^"\\\x7F\x00-\x1F] |'
-"""Upstream's grammar lets line breaks into strings, which no parser of JSON takes."""
-
 CHECKED = 64
 """Grammars that are known to be sound: agents send the same tools each turn."""
 
@@ -238,7 +234,7 @@ class LlamaPrompts:
             from llama_cpp import llama_grammar
 
             return str(llama_grammar.JSON_GBNF)
-        return schemas.grammar(schema).replace(_LOOSE, _STRICT)
+        return schemas.grammar(schema)
 
     @property
     def facts(self) -> dict[str, Any]:

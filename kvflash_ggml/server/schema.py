@@ -294,6 +294,9 @@ class Message(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str | list[dict[str, Any]] | None, PlainValidator(_content)] = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_call_id: str | None = None
     tool_calls: Objects | None = None
 
     @model_validator(mode="after")

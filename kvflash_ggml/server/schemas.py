@@ -118,6 +118,12 @@ def _refuses(key: str, value: Any) -> bool:
     return key in _COUNTS and isinstance(value, int) and value > MAX_REPEAT
 
 
+_IN_STRINGS = {
+    "char": r'[^"\\\x7F\x00-\x1F] | "\\" (["\\/bfnrt] | "u" [0-9a-fA-F] [0-9a-fA-F] [0-9a-fA-F] [0-9a-fA-F])',
+    "dot": r'[^"\\\x7F\x00-\x1F] | "\\" ["\\/]',
+}
+"""Rules of characters in strings. Upstream's let line breaks in, and in patterns quotes, which ends the JSON."""
+
 _PATTERN = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{([^}]*)\}|([\]}])", re.DOTALL)
 """Escapes and classes, whose braces are characters; a quantifier; and a bracket that closes nothing."""
 
@@ -224,7 +230,14 @@ def grammar(schema: dict[str, Any]) -> str:
 
         written = 0
 
+        def _format_literal(self, literal: str) -> str:
+            """Of JSON, as a model writes it. GBNF has escapes like JSON's, so that each backslash is written twice."""
+            text = json.dumps(json.loads(literal), ensure_ascii=False)
+            return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
         def visit(self, schema: dict[str, Any], name: str) -> Any:
+            if self.written:
+                name = name or "empty"  # a property without a name is not the root
             pattern = schema.get("pattern")
             repeats = [schema[count] for count in _COUNTS if isinstance(schema.get(count), int)]
             repeats += _quantifiers(pattern) if isinstance(pattern, str) else []
@@ -239,6 +252,8 @@ def grammar(schema: dict[str, Any]) -> str:
     converter: Any = Bounded(prop_order={}, allow_fetch=False, dotall=False, raw_pattern=False)  # type: ignore[no-untyped-call]
     try:
         converter.visit(converter.resolve_refs(resolved(schema), "schema"), "")
+        rules = converter._rules
+        rules.update({name: rule for name, rule in _IN_STRINGS.items() if name in rules})
         return str(converter.format_grammar())
     except ConfigError:
         raise

@@ -1,7 +1,8 @@
-"""Grammars of chats in the sampler: one waits for its trigger and the end of the reasoning, one goes on a prompt."""
+"""Grammars in the sampler: one waits for its trigger and the end of reasoning, one goes on a prompt; and schemas."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from support.held import Held
 
 from kvflash_ggml.chat.values import Grammar
 from kvflash_ggml.errors import ConfigError
+from kvflash_ggml.server import schemas
 
 CALL = Grammar(text='root ::= "<go>" ("left" | "right")', lazy=True, trigger_words=("<go>",))
 THINKING = Grammar(
@@ -70,6 +72,29 @@ def test_a_grammar_begins_with_what_the_template_has_written(held: Callable[[Gra
 def test_grammars_that_are_none(grammar: Grammar, held: Callable[[Grammar], Held]) -> None:
     with pytest.raises(ConfigError, match="the grammar"):
         held(grammar)
+
+
+ODD = ["a\nb", 'say "hi"', "back\\slash", "\u00e9", "\u0000", "\U0001f600"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "answers", "refused"),
+    [
+        ({"enum": ODD}, [json.dumps(text, ensure_ascii=False) for text in ODD], ['"a\nb"', '"a\\\\nb"']),
+        (
+            {"properties": {'a"b\\': {"type": "null"}, "": {"type": "null"}}, "required": ['a"b\\', ""]},
+            ['{"a\\"b\\\\":null,"":null}'],
+            ["null", '{"a"'],
+        ),
+        ({"type": "string", "pattern": "^a.*$"}, ['"a"', '"ab\\"c"'], ['"a"b', '"a\t', '"a\\n']),
+    ],
+)
+def test_what_a_schema_allows_is_json(
+    held: Callable[[Grammar], Held], schema: dict[str, Any], answers: list[str], refused: list[str]
+) -> None:
+    text = schemas.grammar(schema)
+    assert [held(Grammar(text=text)).takes(answer) for answer in answers] == [True] * len(answers)
+    assert [held(Grammar(text=text)).takes(answer) for answer in refused] == [False] * len(refused)
 
 
 def test_a_trigger_is_looked_for_in_the_end_of_the_answer(held: Callable[[Grammar], Held]) -> None:

@@ -179,6 +179,21 @@ def test_messages_without_content() -> None:
     Server().run(work)
 
 
+def test_calls_and_tools() -> None:
+    def calling(**call: Any) -> dict[str, Any]:
+        return {"messages": [*HELLO, {"role": "assistant", "tool_calls": [{**A_CALL, **call}]}]}
+
+    where = "messages.1.tool_calls.0"
+    refused([
+        (CHAT, calling(id=5), f"{where}.id: it is the integer 5, and must be a text"),
+        (CHAT, calling(function={"arguments": "{}"}), f"{where}.function.name: it is missing"),
+        (CHAT, calling(function={"name": "f", "arguments": 5}), f"{where}.function.arguments: it is the integer 5"),
+        (CHAT, {"messages": [{**HELLO[0], "name": 5}]}, "messages.0.name: it is the integer 5, and must be a text"),
+        (MESSAGES, {**LEAST[MESSAGES], "tools": [{"name": "f"}]}, "tools.0.input_schema: it is missing"),
+        (MESSAGES, {**LEAST[MESSAGES], "tool_choice": {"type": "tool"}}, "tool_choice.name: it is missing"),
+    ])  # fmt: skip
+
+
 def test_errors_name_fields_as_the_client_does() -> None:
     refused([
         (MESSAGES, {**LEAST[MESSAGES], "tool_choice": {"type": "auto", "disable_parallel_tool_use": "yes"}},

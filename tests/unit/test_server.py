@@ -345,6 +345,7 @@ def test_what_is_refused(data: dict[str, Any], status: int, said: str) -> None:
         ({"prompt": ["a", "b"], "n": 9}, 400),
         ({"prompt": "a", "suffix": "b"}, 501),
         ({"prompt": "a", "best_of": 2}, 501),
+        ({"prompt": "a", "best_of": 2, "n": 3}, 501),
         ({"prompt": "a", "echo": True, "logprobs": 1}, 501),
         ({"prompt": [257]}, 400),
         ({"prompt": [-1]}, 400),
@@ -355,6 +356,10 @@ def test_what_is_refused(data: dict[str, Any], status: int, said: str) -> None:
 )
 def test_what_is_refused_of_completions(data: dict[str, Any], status: int) -> None:
     assert Server().post("/v1/completions", data).status == status
+
+
+def test_the_best_of_as_many_as_are_asked_for_are_all() -> None:
+    assert len(Server().post("/v1/completions", {"prompt": "a", "best_of": 2, "n": 2}).json["choices"]) == 2
 
 
 def test_too_long_names_its_code() -> None:
@@ -377,15 +382,19 @@ def test_long_integers_are_refused_in_words_for_a_client() -> None:
 
 
 def test_other_kinds_of_bodies() -> None:
-    def post(raw: bytes, kind: str, **settings: Any) -> Reply:
-        server = Server(**settings)
+    def post(raw: bytes, kind: str, size: int | None = None, **settings: Any) -> Reply:
+        server, head = (
+            Server(**settings),
+            {"content_type": kind, "content_length": str(len(raw) if size is None else size)},
+        )
         return server.run(  # type: ignore[no-any-return]
-            lambda client: client.call("POST", "/v1/completions", raw=raw, content_type=kind).done()
+            lambda client: client.call("POST", "/v1/completions", raw=raw, **head).done()
         )
 
     assert post(b"{}", "text/plain").status == 415
     assert post(b"{}", "application/x-www-form-urlencoded").status == 415
     assert post(b'{"prompt": "' + b"x" * 999 + b'"}', "application/json", max_body=999).status == 413
+    assert post(b"{", "application/json", 1000, max_body=999).status == 413, "nobody waits for the rest"
     assert post(b'{"prompt": "x"}', "application/json; charset=utf-8").status == 200
 
 

@@ -80,7 +80,8 @@ def test_a_stream_is_the_default() -> None:
 
 def test_a_prompt() -> None:
     server = Server()
-    reply = post({"prompt": "hello", "system": "be short", "stream": False}, GENERATE, server)
+    asked = {"prompt": "hello", "suffix": "", "system": "be short", "stream": False}  # as an older client of Ollama's
+    reply = post(asked, GENERATE, server)
     assert (reply.json["response"], reply.json["done"]) == ("an answer", True)
     assert [one["role"] for one in server.prompts.rendered[-1]] == ["system", "user"]
     *pieces, last = lines(post({"prompt": "hello"}, GENERATE))
