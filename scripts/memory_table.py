@@ -134,39 +134,54 @@ def cache(need: Needs) -> int:
     return need.kv + need.state + need.staging + need.queries
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A model on a card. card: GiB. model: how its name begins. parallel: answers at once, each with its own state."""
+
+    card: int
+    model: str
+    n_ctx: int
+    pool: int
+    kv: str = "f16"
+    parallel: int = 1
+
+
+RECIPES = (
+    Recipe(card=8, model="Llama", n_ctx=131_072, pool=8192),
+    Recipe(card=12, model="Llama", n_ctx=131_072, pool=16_384, parallel=4),
+    Recipe(card=16, model="Qwen3.5-27B", n_ctx=32_768, pool=4096),
+    Recipe(card=16, model="Qwen3.5-27B", n_ctx=131_072, pool=4096, kv="q8_0"),
+    Recipe(card=24, model="Qwen3.5-27B", n_ctx=262_144, pool=16_384, parallel=4),
+    Recipe(card=24, model="Qwen3-30B", n_ctx=262_144, pool=16_384, parallel=8),
+    Recipe(card=24, model="Qwen3-32B", n_ctx=40_960, pool=16_384),
+)
+
 HEAD = """\
 # How much memory a model takes
 
-This page says how much memory of a device (VRAM) a model and its context take at 32K, 128K and 256K tokens. It compares
-the full cache, the default pool and a small pool. `kvflash-run MODEL --dry-run --kvflash auto -c 131072` measures the
-same for a file and a machine of yours, with compute buffers.
+This page says how much memory of a device (VRAM) a model and its context take at 32K, 128K and 256K tokens. It also has
+settings for cards of 8 to 24 GiB. `kvflash-run MODEL --dry-run --kvflash auto -c 131072` measures the same for a file and a
+machine of yours, with compute buffers.
 
 `python scripts/memory_table.py` writes this page. It computes the figures from the public shapes of the models, by the
 same arithmetic that places a model ([devices.md](devices.md#what-goes-where)).
 
-## The cache
+## Weights and cache
 
 The full cache grows with the context. A pool does not: its size is the same at every length. The default pool
 (`kvflash="auto"`) has at most {cap:,} tokens, and fewer where the device has less room.
-"""
 
-CACHE = """
-GiB of one device. K and V are f16, the default; with `q8_0` they take 53 % of that. Recurrent state and sliding windows
-are counted, and with a pool also the pages on their way and the captured queries.
+GiB of one device. Matrices are Q4_K and the output is Q6_K; a Q4_K_M file is a little larger. The token embedding stays
+in host memory. K and V are f16, the default; with `q8_0` they take 53 % of that. Recurrent state and sliding windows
+are counted, and with a pool also the pages on their way and the captured queries. Compute buffers and the margin of
+512 MiB come on top.
 
 """
 
 BEYOND = """
-"Trained for" is the context length in the model's configuration. Figures beyond it are for size only.
+Qwen3-32B was trained for 40,960 tokens, Llama-3.1-8B and Gemma-3-27B for 131,072: larger figures are for size only.
 For a model with sliding windows the full cache is that of `swa_full=False`, which a pool implies.
 The host keeps an image of each full 64-token chunk: at most as much memory as the full cache takes.
-
-## Weights and cache
-
-What has to fit on one card: the figures above and the weights, in GiB. Matrices are Q4_K and the output is Q6_K;
-a Q4_K_M file is a little larger. The token embedding stays in host memory. Compute buffers and the margin of 512 MiB
-come on top.
-
 """
 
 EXACT = """
@@ -179,30 +194,51 @@ device. Layer buffers grow with the context, by one layer instead of all. GiB be
 
 """
 
+CARDS = """
+## By card
+
+Each row leaves 1 GiB or more: half for compute buffers (`--dry-run` told 519 MiB for the 27B in steps of 512 tokens),
+half for the margin. GiB as above, with layer buffers for the whole context and a state for each answer. Host memory
+holds the page images. Where less is left than you like, take a smaller `--kvflash` first.
+
+"""
+
+
+def _row(recipe: Recipe) -> list[str]:
+    model = next(model for model in MODELS if model.name.startswith(recipe.model))
+    need = needs(model, recipe.n_ctx, recipe.pool, exact=True, kv=recipe.kv)
+    states = (recipe.parallel - 1) * need.state
+    options = f"--kvflash {recipe.pool >> 10}K -c {recipe.n_ctx} -ub {N_UBATCH}"
+    options += f" -ctk {recipe.kv} -ctv {recipe.kv}" if recipe.kv != "f16" else ""
+    options += f" --parallel {recipe.parallel}" if recipe.parallel > 1 else ""
+    taken = need.weights + cache(need) + need.stages + states
+    images = recipe.n_ctx * need.kv // recipe.pool
+    row = [f"{recipe.card}", model.name, f"`serve {options}`", _gib(taken), _gib((recipe.card << 30) - taken)]
+    return [*row, _gib(images)]
+
 
 def render() -> str:
     """Return the text of docs/memory.md."""
     lengths = [f"{n_ctx >> 10}K" for n_ctx in LENGTHS]
     full = [f"full, {length}" for length in lengths]
     pools = [f"pool of {pool:,}" for pool in (SPEED_CAP, SMALL)]
-    caches, totals, buffers = [], [], []
+    totals, buffers = [], []
     for model in MODELS:
         whole = [needs(model, n_ctx, n_ctx) for n_ctx in LENGTHS]
         pooled = [needs(model, LENGTHS[-1], pool) for pool in (SPEED_CAP, SMALL)]
         exact = [needs(model, n_ctx, SPEED_CAP, exact=True).stages for n_ctx in LENGTHS]
         taken = [*map(cache, whole), *map(cache, pooled)]
         weights = whole[0].weights
-        caches.append([model.name, f"{model.context:,}", *map(_gib, taken)])
         totals.append([model.name, _gib(weights), *(_gib(weights + size) for size in taken)])
         buffers.append([model.name, *map(_gib, exact)])
     return (
         HEAD.format(cap=SPEED_CAP)
-        + CACHE
-        + _table(["model", "trained for", *full, *pools], caches)
-        + BEYOND
         + _table(["model", "weights", *full, *pools], totals)
+        + BEYOND
         + EXACT.format(n_ubatch=N_UBATCH)
         + _table(["model", *lengths], buffers)
+        + CARDS
+        + _table(["card", "model", "options", "taken", "left", "images of a full context, host"], map(_row, RECIPES))
     )
 
 
