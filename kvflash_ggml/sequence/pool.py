@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 class Text(Protocol):
     """A text on the pool."""
 
+    seq: int
     ids: Int32s
     logits: Logits
     table: PageTable
@@ -208,8 +209,9 @@ class Pool:
         """
         others: list[Text] = []
         if len(steps) < len(self.texts):
-            taken = {step.seq for step in steps}
-            others = [text for seq, text in self.texts.items() if seq not in taken]
+            taken = [step.seq for step in steps]
+            # every token of a user alone comes here, and `items` of this dictionary makes a dozen calls
+            others = [text for ref in self.texts.valuerefs() if (text := ref()) is not None and text.seq not in taken]
         if self.engine.info.recurrent or self.engine.info.n_swa:
             for text in others:
                 if text.draft_rows is not None and text.draft_rows.state is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +56,30 @@ def advance(texts: list[Sequence], counts: list[int], seed: int = 0) -> list[Exc
         text.begin(count)
         steps.append((text, text.prepare_answer(numbers(count, seed + text.seq + text.length), LAST)))
     return together.compute(steps)
+
+
+def calls_of_a_token(count: int) -> int:
+    """How many Python functions run while the pool computes a token of one of `count` texts."""
+    _, pool, (text, *_) = on_one_pool(count)
+    advance([text], [9])
+    text.begin(1)
+    step, calls = text.prepare_answer(numbers(1, 0), LAST), 0
+
+    def profile(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        pool.run([step])
+    finally:
+        sys.setprofile(None)
+    text.commit(step)
+    return calls
+
+
+def test_texts_beside_cost_a_lone_user_hardly_a_call() -> None:
+    assert calls_of_a_token(8) <= calls_of_a_token(1) + 3
 
 
 def check(engine: FakeEngine, texts: list[Sequence]) -> None:
