@@ -22,17 +22,18 @@ from support import archs  # noqa: E402
 HEAD = """\
 # Architectures
 
-What each architecture of the pinned llama.cpp does with `kvflash=`: {pooled} models run in a pool, {refused} are
-refused with the reason below when they are loaded, {stock} cannot run in stock llama.cpp either, and {missing} were
-not tried. Written by `python scripts/arch_table.py`; `tests/native/test_archs.py` runs every model again and compares.
+What each architecture of the pinned llama.cpp does with `kvflash=`. A row is a model; some architectures have two.
+{pooled} models run in a pool, {refused} are refused with the reason below when they are loaded, {stock} cannot run
+without a pool either, and {missing} were not tried. So {pooled_archs} architectures run in a pool, and {refused_archs}
+are refused. `python scripts/arch_table.py` writes this, and `tests/native/test_archs.py` runs every model again.
 
 A model here is a few random layers, made from the fixtures of upstream's `test-llama-archs`. "yes" means:
 
 - with a pool that holds the whole context, the logits of {tokens} tokens (a prompt in steps of {ubatch}, then single
-  steps) are bitwise those of stock llama.cpp with flash attention; for plain memories also after a cut in the middle;
+  steps) are bitwise those of the full cache with flash attention; for plain memories also after a cut in the middle;
 - with a pool of {pool} slots, chunks are paged out; they reach the host, and come back from it, bit for bit; a saved
   state continues bitwise as the session it was saved from; every logit is finite;
-- with a pool of {pool} slots, exact reading and exact answers, the same logits are bitwise those of stock llama.cpp;
+- with a pool of {pool} slots, exact reading and exact answers, the same logits are bitwise those of the full cache;
 - a calibration, with one document instead of two, measures each query head of its pooled layers.
 
 "layers" counts those whose cache is pooled. The others keep a sliding window, a recurrent state or nothing, none of
@@ -41,7 +42,7 @@ which grows with the context, or they read another layer's cache.
 | architecture | in a pool | memory | layers | why not |
 | --- | --- | --- | --- | --- |
 """
-WORD = {"pooled": "yes", "refused": "refused", "stock": "not run by stock", "missing": "not tried", "failed": "FAILS"}
+WORD = {"pooled": "yes", "refused": "refused", "stock": "fails anyway", "missing": "not tried", "failed": "FAILS"}
 
 
 def render(results: Sequence[archs.Result]) -> str:
@@ -49,8 +50,11 @@ def render(results: Sequence[archs.Result]) -> str:
     missing = [archs.Result(file=name, arch=name, status="missing", reason=why) for name, why in archs.NO_MODEL.items()]
     rows = sorted([*results, *missing], key=lambda r: (r.arch, r.mixture))
     counts = Counter({"stock": 0}) + Counter(r.status for r in rows)
+    archs_of = {status: len({r.arch for r in rows if r.status == status}) for status in WORD}
     head = HEAD.format(
         **{status: counts[status] for status in WORD},
+        pooled_archs=archs_of["pooled"],
+        refused_archs=archs_of["refused"],
         tokens=archs.PROMPT + archs.STEPS,
         ubatch=archs.N_UBATCH,
         pool=archs.POOL,
