@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def install(**defaults: Unpack[Keywords]) -> None:
     """Make `llama_cpp.Llama` this class, for programs whose import cannot be changed.
 
-    defaults: keywords of the constructor for every Llama made from now on, where its maker does not give them. Whoever
-    gives `kvflash` itself, as a keyword, gets none of the defaults that begin with kvflash. What is not said here, the
-    variables of the command line's pool options say: KVFLASH_POOL, KVFLASH_POLICY, KVFLASH_CACHE, ...
+    defaults: keywords of the constructor for every Llama made from now on, where its maker does not give them. A maker
+    that gives the keyword `kvflash` gets none of the defaults that begin with kvflash. Defaults that are not given here
+    come from the variables of the pool's options: KVFLASH_POOL, KVFLASH_POLICY, KVFLASH_CACHE, ...
 
     A later call replaces the defaults. Names that a program imported from llama_cpp before stay what they were.
     TypeError for an unknown keyword, ConfigError for a value that cannot work.

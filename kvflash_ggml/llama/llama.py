@@ -74,7 +74,7 @@ NOT_MADE = ("Failed to create llama_context", "Failed to load model")
 class Llama(llama_cpp.Llama):
     """`llama_cpp.Llama` with a bounded KV cache. Every upstream keyword and method works as there.
 
-    kvflash: None for a stock cache; for a pool a number of tokens, a size in bytes as "2G", or "auto"; or a
+    kvflash: None for the full cache; for a pool a number of tokens, a size in bytes as "2G", or "auto"; or a
         KVFlashConfig.
     kvflash_policy, kvflash_drafter, kvflash_tau, kvflash_calibrate, kvflash_deterministic, kvflash_reading,
         kvflash_preview_share, kvflash_stage, kvflash_answer, kvflash_repair, kvflash_spec, kvflash_pins, kvflash_spill,
@@ -93,15 +93,14 @@ class Llama(llama_cpp.Llama):
         DoesNotFit if nothing fits.
 
     `n_ctx` stays the logical context: it decides the positional encoding and the limits. The pool is separate. With a
-    pool, n_ctx is the length the model was trained for if it is not given, and flash attention is on. Sliding-window
-    layers keep only their window then (swa_full=False, where stock's default keeps everything: Gemma's logits are
-    bitwise those of a stock model with swa_full=False).
+    pool, n_ctx is the length the model was trained for if it is not given, flash attention is on, and swa_full is
+    False: sliding-window layers keep only their window.
 
     use_extra_bufts: False keeps weights as the file has them, not packed for the CPU's kernels: slower, and the way
         around one that computes wrongly (`kvflash-run doctor` looks).
     mmproj: the GGUF file of the model's projector, for chats with images and sound: docs/images.md.
     draft_model: as upstream; with a pool also the GGUF file of a drafter. It does not imply logits_all with a pool: for
-    logprobs give it. Drafts are part of the text once they have been sampled.
+        logprobs give it. A draft token joins the text once the sampler has drawn it.
 
     Several threads may use one object: a call waits for the other's to end, or for its stream's next piece. It holds
     one text: a stream that is advanced after another call has changed that raises KVFlashError.

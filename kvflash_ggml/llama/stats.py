@@ -196,11 +196,11 @@ class PoolStats:
         self._sequence.pin_range(lo, hi)
 
     def watch(self, observer: Observer) -> None:
-        """Tell an observer of every change of what is resident, in place of one that records."""
+        """Call `observer.changed` for every change of what is resident. The observer takes the place of `record`."""
         self._sequence.events.observer = observer
 
     def explain(self, wanted: bool) -> None:
-        """Keep from now on why chunks score as they do, for `reasons`, or stop. Scoring then takes a little longer."""
+        """Record why chunks score as they do, for `reasons`, from now on, or stop. Recording makes scoring slower."""
         scorer = None if self._sequence.scoring is None else self._sequence.scoring.scorer
         if isinstance(scorer, QKScorer):
             scorer.explains = wanted
@@ -215,7 +215,9 @@ class PoolStats:
             heap.add_reclaimer(lambda: not heap.spills and give_way())
 
     def reasons(self, scores: Floats) -> list[Reason]:
-        """Return why the chunks with the highest `scores` are there; nothing if the policy cannot tell."""
+        """Return a `Reason` for each of the best chunks of `scores`, which an observer of `watch` was given: the array
+        itself, no copy. Empty without `explain`, for older scores, and for other policies than qk.
+        """
         scorer = None if self._sequence.scoring is None else self._sequence.scoring.scorer
         return scorer.reasons_of(scores) if isinstance(scorer, QKScorer) else []
 

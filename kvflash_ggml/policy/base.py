@@ -90,8 +90,10 @@ class Masses:
 class ScoreRequest:
     """One request to score the text.
 
-    tokens: all of them. queries: flat, per layer [rows, n_head, head]. protected: chunks that stay anyway. masses:
-    attention scores that are known already, of the heads that the scorer requests now, for a scorer that is `Exact`.
+    tokens: [length], the whole text; a row of an image is negative. n_chunks: chunks to score, from the first on. rows:
+    query rows that there are, at most `query_rows`. queries: flat, per layer [rows, n_head, head], the oldest first.
+    protected: chunks that stay whatever their score. masses: attention scores that are known already, of the heads that
+    the scorer requests now, for a scorer that is `Exact`.
     """
 
     tokens: npt.NDArray[np.int32]
