@@ -42,9 +42,9 @@ _pool = in_section("KVFlash")
 class SpecConfig:
     """Speculative decoding: which drafters propose tokens, and how many of them one step verifies.
 
-    types: of SPEC_TYPES, asked in this order; empty to take what fits the model and the file. width: rows of a step
-    that verifies a draft, the newest token's with them; a shorter chain is filled up. No clock decides then, and the
-    same call takes the same steps; None to go by what steps cost. max_width: rows at most.
+    types: of SPEC_TYPES, asked in this order; empty to take what fits the model and the file. width: rows of every step
+    that verifies a draft: the newest token, and width - 1 draft tokens, to which a shorter chain is filled up. Then the
+    same call takes the same steps. None to choose the width by what steps cost. max_width: most rows of a step.
     """
 
     types: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class SpecConfig:
     )  # fmt: skip
     tree: bool | None = _spec(
         bool, "--spec-tree/--no-spec-tree",
-        help="Let drafters of blocks propose trees, where the model's memory has branches.  [default: no]",
+        help="Let DFlash drafters propose trees, on models without recurrent state or sliding window.  [default: no]",
     )  # fmt: skip
     width: int | None = None
     max_width: int | None = None

@@ -44,8 +44,8 @@ class Engine:
     """Answers many prompts at once on the pool of a `Llama`, which it closes at its end.
 
     The `Llama` decides how many answers are computed in one step: give it `kvflash=KVFlashConfig(parallel=8)`. Other
-    answers wait. Nothing else may use the `Llama` meanwhile. itl_target: seconds between two tokens of an answer while
-    another prompt is read, at most; None: prompt steps have 1,024 tokens then.
+    answers wait. Nothing else may use the `Llama` meanwhile. itl_target: most seconds between two tokens of an answer
+    while another prompt is read. None for no such bound: prompt steps have up to 1,024 tokens then.
 
     KVFlashError for a `Llama` without a pool.
     """

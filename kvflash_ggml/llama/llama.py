@@ -507,7 +507,7 @@ class Llama(llama_cpp.Llama):
 
     @contextmanager
     def without_cache(self) -> Iterator[None]:
-        """Meanwhile nothing is taken from the prefix cache, and nothing is kept there."""
+        """Return a context manager in which nothing is taken from the prefix cache, and nothing is kept there."""
         prefixes, self._reader.prefixes = self._reader.prefixes, None
         try:
             yield

@@ -171,9 +171,10 @@ class PoolStats:
         return tuple(self._finder.calibration.chosen) or None
 
     def calibrate(self, progress: Progress | None = None) -> None:
-        """Find the retrieval heads of the model now, unless they are known, and use them. As `calibrated` otherwise.
+        """Find the retrieval heads of the model now, unless they are known, and use them.
 
-        Nothing happens where the policy has no use for them. If they cannot be found, the log says why.
+        progress: see `calibrated`. Nothing happens where the policy has no use for them. If they cannot be found, the
+        log says why.
         """
         if self._finder is not None:
             self._finder.start(again=True)
