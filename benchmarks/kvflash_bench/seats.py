@@ -117,10 +117,11 @@ def _recall(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
 
 @contextmanager
 def _server(
-    model: str, plan: Seats, options: dict[str, Any], arm: str, *, cells: int, parallel: int
+    model: str, plan: Seats, options: dict[str, Any], arm: str, *, cells: int, parallel: int, n_ctx: int | None = None
 ) -> Iterator[Server]:
     if arm == OURS:
-        line = [*serve_options(options, pool=cells, n_ctx=cells), "-np", str(parallel), *shlex.split(plan.serve)]
+        sizes = serve_options(options, pool=cells, n_ctx=cells if n_ctx is None else n_ctx)
+        line = [*sizes, "-np", str(parallel), *shlex.split(plan.serve)]
         with served(model, line) as server:
             yield server
         return
@@ -191,7 +192,8 @@ def _gap(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
 
 def _latency(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
     """One client's answers by a server of one sequence and by one of each batch, in turns. of_one, cpu_of_one: the
-    medians of the seconds and of the threads' seconds of an answer, over those of one sequence.
+    medians of the seconds and of the threads' seconds of an answer, over those of one sequence. The context is longer
+    than the pool: else one sequence would score no chunks, and several would.
     """
     text = text_tokens(model, plan.filler(), options)
     counts = [1, *(count for count in plan.batches if count > 1)]
@@ -199,7 +201,9 @@ def _latency(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
     spent: dict[int, list[tuple[float, float]]] = {count: [] for count in counts}
     with ExitStack() as stack:
         servers = {
-            count: stack.enter_context(_server(model, plan, options, OURS, cells=cells, parallel=count))
+            count: stack.enter_context(
+                _server(model, plan, options, OURS, cells=cells, parallel=count, n_ctx=2 * cells)
+            )
             for count in counts
         }
         for repeat, prompt in enumerate(_prompts(text, plan.repeats + 1, plan.prompt, plan.seed)):

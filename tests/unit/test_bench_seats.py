@@ -26,6 +26,19 @@ OPTIONS = {
 }  # fmt: skip
 
 
+def lines_of_servers(monkeypatch: pytest.MonkeyPatch, server: Any = None) -> list[list[str]]:
+    """The options of each of our servers that is started from now on, which is `server`."""
+    lines: list[list[str]] = []
+
+    @contextmanager
+    def served(model: str, line: list[str]) -> Iterator[Any]:
+        lines.append(line)
+        yield server
+
+    monkeypatch.setattr(seats, "served", served)
+    return lines
+
+
 class Fake:
     """A server. ends: what becomes of requests, in turn; an answer is the number of its prompt, again and again."""
 
@@ -114,18 +127,24 @@ def test_weights_are_packed_by_both_or_by_none() -> None:
 
 
 def test_our_server_is_asked_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[list[str]] = []
-
-    @contextmanager
-    def served(model: str, line: list[str]) -> Iterator[None]:
-        lines.append(line)
-        yield
-
-    monkeypatch.setattr(seats, "served", served)
+    lines = lines_of_servers(monkeypatch)
     plan = Seats(serve="--pool-share strict --kvflash-tau 64")
     with seats._server("m.gguf", plan, OPTIONS, seats.OURS, cells=4096, parallel=4):
         pass
     assert lines[0][-6:] == ["-np", "4", "--pool-share", "strict", "--kvflash-tau", "64"]
+
+
+def test_one_sequence_scores_chunks_as_several_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Fake()
+    server._cpu = itertools.count(1.0)
+    lines = lines_of_servers(monkeypatch, server)
+    monkeypatch.setattr(seats, "text_tokens", lambda *_: list(range(9999)))
+    seats._latency("m.gguf", Seats(batches=(1, 4), repeats=1), OPTIONS)
+    found = [
+        (line[line.index("-np") + 1], *(int(line[line.index(name) + 1]) for name in ("-c", "--kvflash")))
+        for line in lines
+    ]
+    assert found == [("1", 4096, 2048), ("4", 4096, 2048)]
 
 
 def test_a_pool_in_all_is_shared_by_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
