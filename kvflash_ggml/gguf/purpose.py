@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import ConfigError, ConversionError, brief
 from . import heads, reader
-from .reader import GGUF
+from .reader import GGUF, Field
 from .target import TRAINED_FOR
 
 _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
@@ -18,6 +21,15 @@ _BESIDE = (
 )
 OLD_DFLASH = ("dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
 """Architectures of DFlash drafters with older names, which `kvflash-convert migrate` renames."""
+
+_MOST_LAYERS, _MOST_EXPERTS = 512, 1024
+_SCALINGS = ("none", "linear", "yarn", "longrope")
+_SHAPE = ("_count", "_interval", "_kernel", "_layers", "_length", "_rank", "_size", "_step")
+_NO_SHAPE = ("context_length", "temperature_length", "expert_used_count", "nextn_predict_layers")
+"""How keys end that say which shape the weights have, and which of them do not."""
+
+_MOST_TEXT, _MOST_FLOAT = 127, 3.4028234663852886e38
+"""Bytes of a text, and the largest number, that can take the place of a field."""
 
 _DRAFTERS = {"dflash": "a DFlash drafter", "eagle3": "an EAGLE3 drafter"}
 
@@ -34,12 +46,12 @@ class Part:
     drafts: bool = False
 
 
-def check_model(path: Path, *, vocab_only: bool = False) -> None:
+def check_model(path: Path, *, vocab_only: bool = False, overrides: Mapping[str, object] | None = None) -> None:
     """Raise an error if llama.cpp cannot open `path` as a model, and would end the process or say nothing helpful.
 
     ConfigError for a part of a model, ConversionError for numbers that cannot be. vocab_only: only the vocabulary is
-    opened, which every file may have. A path that does not exist, and a head that cannot be read, are left to
-    llama.cpp.
+    opened, which every file may have. overrides: values in the place of fields. A path that does not exist, and a head
+    that cannot be read, are left to llama.cpp.
     """
     reader.check(path)
     if vocab_only or not path.exists():
@@ -52,19 +64,73 @@ def check_model(path: Path, *, vocab_only: bool = False) -> None:
     if found is not None:
         raise ConfigError(f"{path} is {found.what}, which cannot be opened as a model. {found.use}")
     check_numbers(file)
+    if overrides:
+        check_numbers(_overridden(file, overrides), "Leave it out, or give another value.")
 
 
-def check_numbers(file: GGUF) -> None:
-    """Raise ConversionError for the epsilon of a norm for which llama.cpp would end the process in the first step."""
+def check_numbers(file: GGUF, remedy: str = "Fetch the file again, or convert it anew.") -> None:
+    """Raise ConversionError for values with which llama.cpp would end the process, at the load or in the first step."""
+
+    def refuse(name: str, value: object, wanted: str) -> None:
+        raise ConversionError(file.name, name, found=value, wanted=wanted, remedy=remedy)
+
+    own = f"{file.architecture}."
     for name, field in file.fields.items():
-        if name.endswith("_epsilon") and isinstance(field.value, float) and not field.value >= 0:
-            raise ConversionError(
-                file.name,
-                name,
-                found=field.value,
-                wanted="0 or more",
-                remedy="Fetch the file again, or convert it anew.",
-            )
+        if (name.startswith(own) or name.endswith("_epsilon")) and isinstance(value := field.value, float):
+            if name.endswith(("_epsilon", "freq_base", "freq_base_swa")) and not 0 <= value < math.inf:
+                refuse(name, value, "0 or more")
+            if not math.isfinite(value):
+                refuse(name, value, "a finite number")
+    for key, (least, most) in _limits(file).items():
+        if not least <= (count := _count(file, key)) <= most:
+            refuse(f"{own}{key}", count, f"{least} to {most}")
+    scaling = file.own("rope.scaling.type", _SCALINGS[0])
+    if isinstance(scaling, str) and scaling not in _SCALINGS:
+        refuse(f"{own}rope.scaling.type", scaling, f"one of {', '.join(_SCALINGS)}")
+
+
+def _limits(file: GGUF) -> dict[str, tuple[int, int]]:
+    """Return the least and the most of an architecture's own counts, as llama.cpp asserts them."""
+    layers, experts, groups = (_count(file, key) for key in ("block_count", "expert_count", "expert_group_count"))
+    limits = {"block_count": (1, _MOST_LAYERS), "nextn_predict_layers": (0, layers), "expert_count": (0, _MOST_EXPERTS)}
+    if experts <= 1 and file.architecture.startswith("hunyuan"):  # llama.cpp reads it as without experts
+        return limits
+    limits |= {"expert_used_count": (min(experts, 1), experts), "expert_group_count": (0, max(experts - 1, 0))}
+    return limits | ({"expert_group_used_count": (1, groups - 1)} if groups > 1 else {})
+
+
+def _count(file: GGUF, key: str) -> int:
+    """Return an own number of the architecture, the largest of several; 0 if the file has none, 1 for its layers."""
+    value = file.own(key, int(key == "block_count"))
+    found = [one for one in (value if isinstance(value, list) else [value]) if type(one) is int]
+    return max(found, default=0)
+
+
+def _overridden(file: GGUF, overrides: Mapping[str, object]) -> GGUF:
+    """Return the head as llama.cpp reads it with `overrides`. ConfigError for a value that it would not read so."""
+    fields, own = dict(file.fields), f"{file.architecture}."
+    for name, value in overrides.items():
+        field = fields.get(name)
+        if not isinstance(value, bool | int | float | str):
+            wanted = "a bool, int, float or str"
+        elif field is not None and type(field.value) is not type(value):
+            wanted = f"the type of the file's value, which is {type(field.value).__name__}"
+        elif isinstance(value, str) and len(os.fsencode(value)) > _MOST_TEXT:
+            wanted = f"at most {_MOST_TEXT} bytes"
+        elif isinstance(value, float) and not abs(value) <= _MOST_FLOAT:
+            wanted = "a finite number of 32 bits"
+        elif isinstance(value, int) and not -1 <= value < 1 << 32:
+            wanted = f"-1 to {(1 << 32) - 1}"
+        elif (
+            name.startswith(own) and name.endswith(_SHAPE) and not name.endswith(_NO_SHAPE)
+            and (field is None or field.value != value)
+        ):  # fmt: skip
+            wanted = "the file's own: the weights have that shape"
+        else:
+            fields[name] = Field.of(name, (1 << 32) - 1 if type(value) is int and value < 0 else value)
+            continue
+        raise ConfigError(f"kv_overrides (--override-kv) {name} is {brief(value)}; wanted: {wanted}")
+    return replace(file, name="kv_overrides (--override-kv)", fields=fields)
 
 
 def check_projector(path: Path) -> None:

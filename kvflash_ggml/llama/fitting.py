@@ -15,7 +15,6 @@ from ..config import Fit, KVFlashConfig
 from ..constants import CHUNK, KV_TYPES, POOL_STEP
 from ..drafter import model as drafter
 from ..errors import ConfigError, DoesNotFit, KVFlashError, NotMade, mebibytes
-from ..gguf import purpose
 from ..native import library, measure
 from ..native import remote as servers
 from ..placement import memory
@@ -108,7 +107,7 @@ def without_loading(path: str, keywords: dict[str, Any]) -> tuple[Placement, tup
     If `fit` names a device that this machine lacks, only the devices that it names count. The placement is an estimate.
     """
     asked = parameters.read(keywords, parameters.defaults)
-    purpose.check_model(Path(path))
+    asked.check_file(Path(path))
     check_full_cache(path, asked)
     endpoints = remote.find_all(asked.rpc, trust=asked.rpc_trust)
     free = {} if asked.fit is None else asked.fit.free

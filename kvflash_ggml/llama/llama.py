@@ -25,7 +25,6 @@ from ..arrays import common_prefix, numbers
 from ..config import KVFlashConfig, PrefixCache
 from ..drafter import model as drafter
 from ..errors import ConfigError, NotFinite
-from ..gguf import purpose
 from ..logs import Progress
 from ..native import engine as native
 from ..native import library, vocabulary
@@ -129,7 +128,7 @@ class Llama(llama_cpp.Llama):
         self._call_lock = CallLock()
         model_path = os.fspath(model_path)
         request = parameters.read(dict(keywords), parameters.defaults)
-        purpose.check_model(Path(model_path), vocab_only=request.upstream.get("vocab_only", False))
+        request.check_file(Path(model_path))
         check_adapter(request.upstream.get("lora_path"))
         self._config = request.config
         self._weights = request.weights

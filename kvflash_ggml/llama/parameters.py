@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -19,7 +19,7 @@ from ..calibration import choice
 from ..config import Fit, KVFlashConfig, PrefixCache, SpecConfig
 from ..constants import MAX_CONTEXT, MAX_THREADS
 from ..errors import ConfigError
-from ..gguf import types
+from ..gguf import purpose, types
 from ..logs import Progress, warn_once
 from ..placement import devices
 from ..placement.devices import DeviceChoice
@@ -50,6 +50,7 @@ _KINDS: dict[Any, tuple[str, tuple[str, ...]]] = {
     )),
     (str, os.PathLike): ("the path of a file or folder", ("mmproj", "lora_path", "kvflash_drafter", "kvflash_spill")),
     Iterable: ("a list", ("kvflash_pins", "device", "override_tensor", "rpc", "tensor_split")),
+    Mapping: ("a dict", ("kv_overrides",)),
 }  # fmt: skip
 
 defaults: dict[str, Any] = {}
@@ -80,6 +81,11 @@ class Request:
         """A full cache of more than LONG tokens is asked for."""
         n_ctx = self.upstream.get("n_ctx") or 0
         return self.config is None and n_ctx > LONG and not self.upstream.get("vocab_only")
+
+    def check_file(self, path: Path) -> None:
+        """Raise what `purpose.check_model` does for this file and these keywords."""
+        vocab_only, overrides = (self.upstream.get(name) for name in ("vocab_only", "kv_overrides"))
+        purpose.check_model(path, vocab_only=bool(vocab_only), overrides=overrides)
 
 
 def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:

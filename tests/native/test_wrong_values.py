@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.harness import MODELS
 
 from kvflash_ggml import Llama
 from kvflash_ggml.errors import ConfigError, KVFlashError, SnapshotError
@@ -37,6 +38,13 @@ def test_a_number_that_cannot_be(pool: int | None, settings: dict[str, Any], why
         llama(kvflash=pool, **settings)
 
 
+@pytest.mark.parametrize("opens", [Llama, lambda path, **settings: without_loading(path, settings)])
+def test_a_replaced_value_that_would_end_the_process(opens: Any) -> None:
+    path = str(MODELS / "recall-qwen3-q8_0.gguf")
+    with pytest.raises(KVFlashError, match=r"kv_overrides .*rms_epsilon is -1\.0; wanted: 0 or more"):
+        opens(path, n_ctx=512, kv_overrides={"qwen3.attention.layer_norm_rms_epsilon": -1.0})
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
@@ -52,6 +60,7 @@ def test_a_number_that_cannot_be(pool: int | None, settings: dict[str, Any], why
         ({"device": 5}, "device=5: a list"),
         ({"override_tensor": 5}, "override_tensor=5: a list"),
         ({"rpc": 5}, "rpc=5: a list"),
+        ({"kv_overrides": [5]}, r"kv_overrides=\[5\]: a dict"),
     ],
 )
 def test_a_value_of_another_kind(settings: dict[str, Any], why: str) -> None:

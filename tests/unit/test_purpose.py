@@ -108,6 +108,59 @@ def test_an_epsilon_that_ends_the_process_is_refused(tmp_path: Path, value: floa
             refuses(path)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("block_count", 0, "1 to 512"),
+        ("nextn_predict_layers", 7, "0 to 3"),
+        ("expert_count", 1025, "0 to 1024"),
+        ("expert_used_count", 1, "0 to 0"),
+        ("rope.scaling.type", "llama", "one of none, linear, yarn, longrope"),
+        ("rope.freq_base", -1.0, "0 or more"),
+        ("rope.scaling.factor", float("nan"), "a finite number"),
+    ],
+)
+def test_what_llama_cpp_asserts_of_a_head(tmp_path: Path, key: str, value: float | str, wanted: str) -> None:
+    def change(fields: dict[str, Field]) -> None:
+        fields[name] = Field.of(name, value)
+
+    name, sound = f"qwen3.{key}", MODELS / "scorer-qwen3-q8_0.gguf"
+    with pytest.raises(ConversionError, match=rf"model\.gguf: {name} is .*wanted: {wanted}"):
+        purpose.check_model(rewritten(sound, tmp_path / "model.gguf", change))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("qwen3.attention.layer_norm_rms_epsilon", float("nan"), "a finite number"),
+        ("qwen3.attention.layer_norm_rms_epsilon", 1e39, "a finite number"),
+        ("qwen3.attention.layer_norm_rms_epsilon", 1, "the type of the file's value, which is float"),
+        ("qwen3.context_length", -2, "-1 to 4294967295"),
+        ("qwen3.rope.dimension_count", 32, "the file's own: the weights have that shape"),
+        ("qwen3.block_count", 0, "the file's own: the weights have that shape"),
+        ("qwen3.ssm.inner_size", 0, "the file's own: the weights have that shape"),
+        ("general.name", "x" * 128, "at most 127 bytes"),
+        ("general.url", None, "a bool, int, float or str"),
+    ],
+)
+def test_a_value_that_llama_cpp_would_misread(key: str, value: float | str | None, wanted: str) -> None:
+    with pytest.raises(ConfigError, match=rf"kv_overrides \(--override-kv\) {key} is .*; wanted: {wanted}"):
+        purpose.check_model(MODELS / "scorer-qwen3-q8_0.gguf", overrides={key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("attention.layer_norm_rms_epsilon", -1.0), ("expert_used_count", 1), ("rope.scaling.type", "x")]
+)
+def test_a_value_that_ends_the_process_is_refused_in_place_of_a_sound_one(key: str, value: float | str) -> None:
+    with pytest.raises(ConversionError, match=rf"kv_overrides \(--override-kv\): qwen3\.{key} is .*wanted: .*Leave it"):
+        purpose.check_model(MODELS / "scorer-qwen3-q8_0.gguf", overrides={f"qwen3.{key}": value})
+
+
+def test_values_that_a_user_replaces() -> None:
+    for name, value in {"qwen3.context_length": 4096, "tokenizer.ggml.bos_token_id": -1, "general.name": "x"}.items():
+        purpose.check_model(MODELS / "scorer-qwen3-q8_0.gguf", overrides={name: value})
+
+
 SPELLED = {
     "without a kind": ("no_vocab", lambda tokens: tokens, "vocabulary"),
     "of words alone": ("llama", lambda tokens: ["<unk>", "the", "a"], "token for the byte 0 of a text"),
