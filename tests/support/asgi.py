@@ -71,12 +71,12 @@ class Call:
     async def until(self, condition: Callable[[Reply], bool]) -> Reply:
         while not condition(self.reply):
             self._changed.clear()
-            await asyncio.wait_for(self._changed.wait(), 10)
+            await asyncio.wait_for(self._changed.wait(), 60)
         return self.reply
 
     async def done(self) -> Reply:
         with suppress(OSError):
-            await asyncio.wait_for(self.task, 20)
+            await asyncio.wait_for(self.task, 60)
         return self.reply
 
 

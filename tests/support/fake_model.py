@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +27,18 @@ from kvflash_ggml.store.texts import usable
 END = 256
 STEP = 64
 EMPTY = np.empty(0, np.int32)
+
+
+class Hold(threading.Event):
+    """Called before each step: those behind the first `steps` wait until it is set."""
+
+    def __init__(self, steps: int = 0) -> None:
+        super().__init__()
+        self._left = steps
+
+    def __call__(self) -> None:
+        self._left -= 1
+        assert self._left >= 0 or self.wait(60)
 
 
 @dataclass(eq=False)

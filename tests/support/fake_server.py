@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from .fake_model import FakeModel, FakePrompts
 class Server:
     """Requests go to `client`; `run` starts and ends the scheduler around them. model, prompts: may be real ones."""
 
-    seconds = 30.0
+    seconds = 120.0
     """For all requests of `run`."""
 
     def __init__(
@@ -33,6 +34,7 @@ class Server:
         limits: Limits | None = None,
         folder: Path | None = None,
         embedder: Any = None,
+        clock: Callable[[], float] = time.monotonic,
         on_end: Callable[[Request, Usage, str], None] | None = None,
         **settings: Any,
     ) -> None:
@@ -40,7 +42,7 @@ class Server:
         self.settings = ServerSettings(alias="fake", **settings)
         metrics = Metrics()
         kept = None if folder is None else ConversationFolder(folder)
-        self.scheduler = Scheduler(self.model, limits=limits, folder=kept, on_end=on_end or metrics.ended)
+        self.scheduler = Scheduler(self.model, limits=limits, folder=kept, on_end=on_end or metrics.ended, clock=clock)
         metrics.attach(self.scheduler)
         self.front = Front(self.settings, self.scheduler, self.prompts, embedder)
         self.app = make_app(self.front, metrics)

@@ -66,7 +66,7 @@ class Fake:
 
 
 def run(server: Any) -> tuple[demand.Told, dict[str, Any]]:
-    return demand.overload(server, WANTED, rate=1000, seconds=0.2, clients=8, patience_s=1)
+    return demand.overload(server, WANTED, rate=1000, seconds=0.2, clients=400, patience_s=1)
 
 
 def test_how_each_ends() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Event
+from traceback import walk_stack
 from typing import Any
 
 import pytest
@@ -23,14 +25,21 @@ from kvflash_ggml.threads import Worker, held_back
 def interrupted(close: Callable[[], None]) -> None:
     """Ctrl-C while it closes, which is raised."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever another test has left
-    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             close()
     finally:
-        timer.join()
         signal.signal(signal.SIGINT, before)
+
+
+def interrupt() -> None:
+    """From a thread that is waited for: once it is, Ctrl-C; and some time in which nobody must go on."""
+    main = threading.main_thread().ident
+    assert main is not None
+    while "join" not in {frame.f_code.co_name for frame, _ in walk_stack(sys._current_frames()[main])}:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.3)
 
 
 def test_a_snapshot_that_is_being_written_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +47,7 @@ def test_a_snapshot_that_is_being_written_is_waited_for(tmp_path: Path, monkeypa
 
     def slow(_handle: int) -> None:
         begun.set()
-        time.sleep(0.5)
+        interrupt()
 
     session = make()
     extend(session, text(300))
@@ -56,7 +65,7 @@ def test_work_of_a_worker_is_waited_for() -> None:
 
     def slow() -> None:
         begun.set()
-        time.sleep(0.5)
+        interrupt()
 
     worker = Worker("test")
     done: Future[Any] = worker.submit(slow)

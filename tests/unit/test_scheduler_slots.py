@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_model import STEP, FakeModel
+from support.fake_model import STEP, FakeModel, Hold
 from support.served import Asked, answer, ask, request
 
 from kvflash_ggml.batching.conversations import ConversationBusy
@@ -282,13 +282,14 @@ def test_a_turn_finds_its_conversation_wherever_it_is(make: Make) -> None:
 @pytest.mark.parametrize("stateful", [False, True])
 def test_a_beginning_that_another_answer_has_is_copied(stateful: bool, salt: str, make: Make) -> None:
     """What an agent's requests share is prefilled once, though they run at the same time; not across keys."""
-    model = FakeModel(parallel=SLOTS, reply=spelled, stateful=stateful, on_step=lambda: time.sleep(0.0005))
-    scheduler = make(model)
+    hold = Hold(50)
+    scheduler = make(FakeModel(parallel=SLOTS, reply=spelled, stateful=stateful, on_step=hold))
     shared = text(2000)
     one = ask(scheduler, [*shared, *text(30, 1)], 200, shared_until=2000)
     one.next()  # it has begun
     one.next()
     two = ask(scheduler, [*shared, *text(40, 2)], 5, salt=salt)
+    hold.set()
     both = [two.wait(), one.wait()]
     assert all(isinstance(end, Finished) for end in both)
     assert two.text == spelled(bytes([*shared, *text(40, 2)]))[:5].decode()
@@ -303,12 +304,14 @@ def test_a_beginning_that_cannot_be_copied_is_read(make: Make, monkeypatch: pyte
         raise SnapshotError("a page cannot be read")
 
     monkeypatch.setattr(FakeModel, "swap_in", broken)
-    scheduler = make(FakeModel(parallel=SLOTS, reply=spelled, on_step=lambda: time.sleep(0.0005)))
+    hold = Hold(50)
+    scheduler = make(FakeModel(parallel=SLOTS, reply=spelled, on_step=hold))
     shared = text(2000)
     one = ask(scheduler, [*shared, *text(30, 1)], 200)
     one.next()
     one.next()
     two = ask(scheduler, [*shared, *text(40, 2)], 5)
+    hold.set()
     assert isinstance(two.wait(), Finished)
     assert isinstance(one.wait(), Finished)
     assert (two.text, one.text) == (spelled(bytes(shared))[:5].decode(), spelled(bytes(shared))[:200].decode())
@@ -317,7 +320,8 @@ def test_a_beginning_that_cannot_be_copied_is_read(make: Make, monkeypatch: pyte
 
 def test_others_go_on_while_a_prompt_is_read(make: Make) -> None:
     """A long prompt takes many steps; a running answer has tokens between them."""
-    scheduler = make(FakeModel(parallel=SLOTS, reply=spelled, on_step=lambda: time.sleep(0.0005)), begin=False)
+    hold = Hold(10)
+    scheduler = make(FakeModel(parallel=SLOTS, reply=spelled, on_step=hold), begin=False)
     order: list[str] = []
     asked = [Asked(request(text(50), 390)), Asked(request(text(3000, 9), 5))]
 
@@ -329,6 +333,7 @@ def test_others_go_on_while_a_prompt_is_read(make: Make) -> None:
     asked[0].next()
     asked[0].next()
     scheduler.submit(asked[1].request, sink(1))
+    hold.set()
     for one in asked:
         assert isinstance(one.wait(), Finished)
     assert asked[0].text == spelled(bytes(text(50)))[:390].decode()
@@ -494,10 +499,12 @@ def test_what_goes_wrong_is_of_one_answer(make: Make, error: Exception) -> None:
 
 
 def test_one_is_cancelled_and_the_others_go_on(make: Make) -> None:
-    scheduler = make(FakeModel(parallel=SLOTS, reply=spelled, on_step=lambda: time.sleep(0.001)), begin=False)
+    hold = Hold(30)
+    scheduler = make(FakeModel(parallel=SLOTS, reply=spelled, on_step=hold), begin=False)
     asked = started(scheduler, SLOTS, 150)
     asked[1].next()
     scheduler.cancel(asked[1].request.id)
+    hold.set()
     assert isinstance(asked[1].wait(), Failed)
     assert [one.wait() and one.text for one in (asked[0], asked[2])] == [
         expected(SLOTS, 150)[0],
@@ -530,7 +537,8 @@ def test_exact_answers_take_turns_with_the_others(make: Make) -> None:
 
 
 def test_a_conversation_whose_answer_is_made_is_left_alone(make: Make, tmp_path: Path) -> None:
-    model = FakeModel(parallel=SLOTS, reply=spelled, on_step=lambda: time.sleep(0.002))
+    hold = Hold(30)
+    model = FakeModel(parallel=SLOTS, reply=spelled, on_step=hold)
     scheduler = make(model, begin=False, folder=ConversationFolder(tmp_path))
     asked = started(scheduler, 1, 300)[0]
     id = getattr(asked.next(), "conversation")  # noqa: B009  # of Started
@@ -540,9 +548,11 @@ def test_a_conversation_whose_answer_is_made_is_left_alone(make: Make, tmp_path:
         lambda: scheduler.conversations.save(id, Access()),
         lambda: scheduler.conversations.pin(id, 0, 64, Access()),
     ]
-    for call in calls:
+    done = [scheduler.call(call) for call in calls]
+    hold.set()
+    for future in done:
         with pytest.raises(ConversationBusy):
-            scheduler.call(call).result(timeout=20)
+            future.result(timeout=20)
     assert scheduler.conversations.keeps(id, Access())
     assert isinstance(asked.wait(), Finished)
     assert asked.text == spelled(bytes(text(100)))[:300].decode()
@@ -550,9 +560,9 @@ def test_a_conversation_whose_answer_is_made_is_left_alone(make: Make, tmp_path:
 
 
 def test_all_that_runs_ends_with_the_server(make: Make) -> None:
-    model = FakeModel(parallel=SLOTS, reply=spelled, on_step=lambda: time.sleep(0.001))
+    model = FakeModel(parallel=SLOTS, reply=lambda prompt: prompt * 99, on_step=lambda: time.sleep(0.001))
     scheduler = make(model, begin=False)
-    asked = started(scheduler, 2 * SLOTS, 390)
+    asked = started(scheduler, 2 * SLOTS, 3900)
     asked[0].next()
     scheduler.close()
     codes = [end.code for end in (one.wait() for one in asked) if isinstance(end, Failed)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import itertools
 import json
 import logging
 import re
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 from support.asgi import Client, Reply
-from support.fake_model import TEMPLATE, FakeModel, FakePrompts
+from support.fake_model import TEMPLATE, FakeModel, FakePrompts, Hold
 from support.fake_server import Server
 
 from kvflash_ggml.batching.scheduler import Limits
@@ -125,10 +126,12 @@ def test_several_answers_find_room_together_or_not_at_all(stream: bool) -> None:
         while len(server.scheduler.waiting) != 1 or not server.scheduler.running:
             await asyncio.sleep(0.001)
         reply = await client.post("/v1/completions", {"prompt": "hello", "n": 4, "stream": stream})
+        hold.set()
         assert [(await call.done()).status for call in before] == [200, 200]
         return reply
 
-    server = Server(FakeModel(on_step=lambda: time.sleep(0.002), reply=lambda prompt: b"x" * 99), limits=Limits(most=4))
+    hold = Hold()
+    server = Server(FakeModel(on_step=hold, reply=lambda prompt: b"x" * 99), limits=Limits(most=4))
     assert server.run(work).status == 429
     assert server.scheduler.totals.finished == {"length": 2}
 
@@ -144,7 +147,8 @@ def test_more_answers_than_can_ever_wait(limits: Limits, remedy: str) -> None:
 
 
 def test_several_answers_do_not_wait_too_long_for_each_other() -> None:
-    server = Server(FakeModel(on_step=lambda: time.sleep(0.02)), queue_timeout_s=0.15)
+    now = itertools.count()  # each look at the clock takes a second
+    server = Server(queue_timeout_s=60, clock=lambda: float(next(now)))
     reply = server.post("/v1/completions", {"prompt": "hello", "n": 4})
     assert [one["text"] for one in reply.json["choices"]] == ["an answer"] * 4
 
@@ -433,9 +437,13 @@ def test_a_full_queue() -> None:
     async def work(client: Client) -> list[Reply]:
         asked = [{"messages": [{"role": "user", "content": f"hello {i}"}]} for i in range(30)]
         calls = [client.call("POST", "/v1/chat/completions", data) for data in asked]
+        while sum(call.reply.ended for call in calls) < 27:
+            await asyncio.sleep(0.001)
+        hold.set()
         return [await call.done() for call in calls]
 
-    server = Server(FakeModel(on_step=lambda: time.sleep(0.02)), limits=Limits(most=2))
+    hold = Hold()
+    server = Server(FakeModel(on_step=hold), limits=Limits(most=2), clock=lambda: 0.0)
     replies = server.run(work)
     counts = {status: sum(reply.status == status for reply in replies) for status in (200, 429)}
     assert counts[200] >= 2
@@ -632,7 +640,7 @@ def test_pings_while_it_waits() -> None:
 
 def test_pings_say_what_it_waits_for() -> None:
     """The one is being read until both have said so."""
-    goes_on = threading.Event()
+    goes_on = Hold(1)
 
     async def work(client: Client) -> None:
         asked = {"prompt": "x" * 2000, "stream": True, "max_tokens": 3}
@@ -643,7 +651,7 @@ def test_pings_say_what_it_waits_for() -> None:
         goes_on.set()
         assert (await reads.done()).frames[-1] == (await waits.done()).frames[-1] == "[DONE]"
 
-    Server(FakeModel(on_step=lambda: goes_on.wait(20)), ping_s=0.01).run(work)
+    Server(FakeModel(on_step=goes_on), ping_s=0.01).run(work)
 
 
 def test_an_answer_that_was_parked_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,14 +97,14 @@ def test_a_retry_goes_on_where_the_client_gave_up(path: str, stateful: bool) -> 
     def step() -> None:
         if waits.is_set() and server.model.steps % 12 == 11:
             there.set()
-            assert on.wait(10)
+            assert on.wait(60)
             on.clear()
 
     async def work(client: Client) -> Reply:
         asked = {"input": text} if path == "/v1/responses" else {"messages": [{"role": "user", "content": text}]}
         for _ in range(3):
             call = client.call("POST", path, {**asked, "max_tokens": 20, "stream": True})
-            assert await asyncio.to_thread(there.wait, 10)
+            assert await asyncio.to_thread(there.wait, 60)
             there.clear()
             call.leave()
             await call.done()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,7 @@ def server(tmp_path: Path) -> Iterator[Callable[..., Scheduler]]:
     made: list[Scheduler] = []
 
     def start(objects: Objects | None = None, **settings: Any) -> Scheduler:
+        settings.setdefault("clock", lambda: time.monotonic() / 60)  # a slow machine has time to fetch a text
         texts = SharedTexts(FolderObjects(tmp_path / "store") if objects is None else objects)
         made.append(Scheduler(FakeModel(), shared=texts, **settings))
         made[-1].start()
@@ -291,7 +293,11 @@ def test_a_store_that_hangs_costs_no_answer(server: Callable[..., Scheduler], ca
         if hangs.is_set():
             assert goes_on.wait(60)
 
-    one = server(TimedObjects(MemoryObjects(before), name="/mnt/texts", limit_s=1), limits=Limits(park_bytes=1))
+    one = server(
+        TimedObjects(MemoryObjects(before), name="/mnt/texts", limit_s=1),
+        limits=Limits(park_bytes=1),
+        clock=time.monotonic,
+    )
     answer(one, TEXT, 20)
     written(one, 1)
     hangs.set()
@@ -339,6 +345,7 @@ def test_after_a_timeout_operations_fail_at_once() -> None:
         with pytest.raises(TimeoutError, match="/mnt/texts has not answered for 0 s"):
             timed.get(name)
     goes_on.set()
+    until(lambda: began)  # its thread may come late
     assert began == ["a"]
 
 
@@ -677,6 +684,7 @@ def test_eviction_waits_once_for_a_store_that_hangs(parking: Callable[..., Share
         store.offer(one, Parked(2048))
     try:
         store.put(several[-1], Parked(2048), 0.0)
+        until(lambda: began)  # its thread may come late
         assert began == ["put"]
     finally:
         goes_on.set()
