@@ -50,6 +50,19 @@ def word(text: str) -> str:
     return text
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Names between commas, at least one."""
+    return tuple(map(str.strip, map(word, text.split(","))))
+
+
+def limit(text: str) -> int:
+    """A number of tokens of at least 1, or -1 for no limit. ValueError for any other text."""
+    number = text.strip()
+    if number == "-1" or (number.isdecimal() and int(number) > 0):
+        return int(number)
+    raise ValueError(f"{text!r} is not a number of tokens (-1: no limit)")
+
+
 def key(text: str) -> str:
     """An API key: visible ASCII, as a header can carry it. ValueError for any other text, which is not repeated."""
     if not re.fullmatch(r"[!-~]+", text):

@@ -58,14 +58,6 @@ def read_parallel(text: str) -> int | Literal["auto"]:
     raise ValueError(f"{text!r} is not a number of answers from 1 to {MOST_PARALLEL}, or 'auto'")
 
 
-def read_limit(text: str) -> int:
-    """A number of tokens of at least 1, or -1 for no limit. ValueError for any other text."""
-    word = text.strip()
-    if word == "-1" or (word.isdecimal() and int(word) > 0):
-        return int(word)
-    raise ValueError(f"{text!r} is not a number of tokens (-1: no limit)")
-
-
 def read_scaled(text: str) -> tuple[str, float]:
     """A file and its weight, as adapter.gguf:0.5. ValueError for any other text."""
     path, _, weight = text.rpartition(":")
@@ -226,7 +218,7 @@ class SamplingOptions(Samplers):
     """The samplers, the length of an answer, and the seed."""
 
     max_tokens: int = _sampling(
-        read_limit, "-n", "--max-tokens", "--predict", "--n-predict", default=-1, metavar="N",
+        notation.limit, "-n", "--max-tokens", "--predict", "--n-predict", default=-1, metavar="N",
         help="Generate at most N tokens; -1: until the answer ends.",
     )  # fmt: skip
     seed: int = _sampling(

@@ -128,7 +128,7 @@ def _model_of(ctx: click.Context, path: str | None, server: ServerOptions) -> st
         raise click.UsageError(f"the model is given twice, as {one}{first} and with {other}{second}: leave one out")
     if server.models_dir is not None:
         if given or server.alias is not None:
-            what = "{}{}".format(*given[0]) if given else f"--alias {server.alias}"
+            what = "{}{}".format(*given[0]) if given else f"--alias {','.join(server.alias or ())}"
             raise click.UsageError(f"--models-dir serves each model by its file's name: leave out {what}")
         return ""
     found = next((value for _flag, value in [*given, *options.values()] if value is not None), None)

@@ -51,9 +51,9 @@ class ServerOptions:
         hub_model, "-hf", "-hfr", "--hf-repo", metavar="OWNER/REPO[:QUANT]",
         help="The model, from a hub: fetched once (kvflash-run pull --help).",
     )  # fmt: skip
-    alias: str | None = _server(
-        notation.word, "-a", metavar="NAME",
-        help="Name of the model in the API.  [default: the file's name, or the hub's]",
+    alias: tuple[str, ...] | None = _server(
+        notation.names, "-a", metavar="NAME,...",
+        help="Names of the model in the API; answers have the first.  [default: the file's name, or the hub's]",
     )  # fmt: skip
     chat_template: str | None = _server(
         read_template, metavar="JINJA|chatml", help="Jinja template in place of the model's own, as text."
@@ -127,8 +127,8 @@ class ServerOptions:
 
     def settings(self, model: str | HubModel, sampling: Sampling) -> ServerSettings:
         """The server's settings, for the model. UsageError for a file of keys that has none, or cannot be read."""
-        alias = self.alias or (Path(model).stem if isinstance(model, str) else str(model))
-        return ServerSettings(alias=alias, keys=self._keys(), sampling=sampling, **self.fields)
+        alias, *others = self.alias or (Path(model).stem if isinstance(model, str) else str(model),)
+        return ServerSettings(alias=alias, aliases=tuple(others), keys=self._keys(), sampling=sampling, **self.fields)
 
     def _keys(self) -> tuple[str, ...]:
         file, keys = self.api_key_file, list(self.api_key)

@@ -12,6 +12,7 @@ from .. import __version__
 from .errors import ApiError
 from .front import Front
 from .intake import Intake
+from .usage import generation_settings
 
 
 async def health(front: Intake, request: HttpRequest) -> Response:
@@ -23,12 +24,13 @@ async def health(front: Intake, request: HttpRequest) -> Response:
 
 
 async def props(front: Front, request: HttpRequest) -> Response:
-    model = front.scheduler.model
+    model, settings = front.scheduler.model, front.settings
+    usual = generation_settings(settings.sampling, settings.default_tokens)
     return JSONResponse(
         {
-            "default_generation_settings": {"n_ctx": model.n_ctx},
+            "default_generation_settings": {"n_ctx": model.n_ctx, "params": usual},
             "total_slots": len(front.scheduler.slots),
-            "model_alias": front.settings.alias,
+            "model_alias": settings.alias,
             "chat_template": front.prompts.template or "",
             "build_info": f"kvflash_ggml {__version__}",
             "modalities": {"vision": front.prompts.sees, "audio": front.prompts.hears},
@@ -39,7 +41,8 @@ async def props(front: Front, request: HttpRequest) -> Response:
 
 async def models(front: Front, request: HttpRequest) -> Response:
     meta = {**front.prompts.facts, "n_ctx": front.scheduler.model.n_ctx}
-    return listed(request, [entry(front.settings.alias, front.created, meta)])
+    aliases = [front.settings.alias, *front.settings.aliases]
+    return listed(request, [entry(front.settings.alias, front.created, meta, aliases=aliases)])
 
 
 def entry(name: str, created: int, meta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
@@ -55,7 +58,7 @@ def listed(request: HttpRequest, entries: Sequence[dict[str, Any]]) -> Response:
         codex: dict[str, Any] = {"models": []} if "client_version" in request.query_params else {}
         return JSONResponse({"object": "list", "data": [*entries], **codex})
     for one in entries:
-        if one["id"] == wanted:
+        if wanted in (one["id"], *one.get("aliases", ())):
             return JSONResponse(one)
     raise unknown(wanted, [one["id"] for one in entries])
 

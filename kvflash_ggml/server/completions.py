@@ -12,7 +12,7 @@ from ..batching.messages import Event, Finished, Logprob, Piece, Request, Starte
 from .errors import ApiError, invalid
 from .exchange import ChoiceAnswer, frame
 from .front import Front, several
-from .schema import MAX_ANSWERS, CompletionRequest, RawRequest
+from .schema import MAX_ANSWERS, CompletionRequest, Prompt, RawRequest
 from .usage import heading, marked
 
 
@@ -31,30 +31,29 @@ async def completions(front: Front, http: HttpRequest) -> Response:
         request = front.make(
             http, asked, tokens, kind="cmpl", max_tokens=asked.max_tokens, logprobs=asked.logprobs, grammar=grammar
         )
-        echoed = await front.work(http, _text, front, tokens) if asked.echo else ""
+        echoed = await front.work(http, text_of, front, tokens) if asked.echo else ""
         for one in several(request, each):
             requests.append(one)
             answers.append(TextAnswer(front.settings.alias, requests[0].id, asked, echoed, index=len(answers)))
     return await front.respond(http, requests, answers, each=each, stream=asked.stream)
 
 
-def prompts_of(asked: CompletionRequest | RawRequest) -> Sequence[str | list[int]]:
-    """The prompts of a request: one, or those of a list. ApiError if it asks for more than MAX_ANSWERS answers."""
-    given, each = asked.prompt, asked.n or 1
-    one = isinstance(given, str) or not given or isinstance(given[0], int)
-    prompts: list[Any] = [given] if one else [*given]
-    if len(prompts) * each > MAX_ANSWERS:
-        message = f"{len(prompts)} prompts with {each} answers each: {MAX_ANSWERS} answers at most in one request"
+def prompts_of(asked: CompletionRequest | RawRequest) -> list[Prompt]:
+    """The prompts of a request. ApiError if it asks for more than MAX_ANSWERS answers."""
+    each = asked.n or 1
+    if len(asked.prompt) * each > MAX_ANSWERS:
+        message = f"{len(asked.prompt)} prompts with {each} answers each: {MAX_ANSWERS} answers at most in one request"
         raise invalid("prompt", message)
-    return prompts
+    return asked.prompt
 
 
-def _text(front: Front, tokens: list[int]) -> str:
+def text_of(front: Front, tokens: list[int]) -> str:
+    """Return tokens as text."""
     return front.prompts.detokenize(tokens).decode("utf-8", "replace")
 
 
-def prompt_tokens(front: Front, prompt: str | list[int], suffix: str | None = None) -> list[int]:
-    """Return the tokens of one prompt, given as text or as tokens. On a thread of the front's.
+def prompt_tokens(front: Front, prompt: Prompt, suffix: str | None = None) -> list[int]:
+    """Return the tokens of one prompt, given as text, as tokens, or as both. On a thread of the front's.
 
     suffix: the text behind a gap that the answer fills. ApiError, 501, if the model cannot fill gaps.
     """
@@ -63,9 +62,13 @@ def prompt_tokens(front: Front, prompt: str | list[int], suffix: str | None = No
         if not isinstance(prompt, str):
             raise invalid("suffix", "suffix needs a prompt that is a text")
         return gap_tokens(front, prompt, suffix)
-    if isinstance(prompt, str):
-        return front.prompts.tokenize(prompt, add_special=True, parse_special=True)
-    return known_tokens(front, prompt, "prompt")
+    tokens: list[int] = []
+    for i, part in enumerate([prompt] if isinstance(prompt, str) else prompt):
+        if isinstance(part, str):
+            tokens += front.prompts.tokenize(part, add_special=i == 0, parse_special=True)
+        else:
+            tokens.append(part)
+    return known_tokens(front, tokens, "prompt")
 
 
 def check_gap(front: Front, what: str) -> None:

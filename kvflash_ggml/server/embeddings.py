@@ -18,24 +18,23 @@ from .completions import prompt_tokens
 from .errors import ApiError, invalid
 from .front import Front
 from .prompts import Embedded, Embedder
-from .schema import Whole, _all, _Asked, _few, _prompt
+from .schema import Prompt, Whole, _all, _Asked, _few, _prompts
 
 MAX_TEXTS = 2048
 """In one request, as OpenAI has it."""
 
 
-def _input(value: Any) -> list[str | list[int]]:
+def _input(value: Any) -> list[Prompt]:
     if value == []:
         raise ValueError("it is an empty list, and must be a text or a list of texts or tokens")
-    found = _prompt(value, MAX_TEXTS)
-    return found if isinstance(found, list) and type(found[0]) is not int else [found]
+    return _prompts(value, MAX_TEXTS)
 
 
 def _texts(value: list[str]) -> list[str]:
     return _all(_few(value, MAX_TEXTS), str, "a text")
 
 
-Input = Annotated[list[str | list[int]], PlainValidator(_input)]
+Input = Annotated[list[Prompt], PlainValidator(_input)]
 
 
 class EmbeddingsRequest(_Asked):
@@ -45,9 +44,16 @@ class EmbeddingsRequest(_Asked):
     user: str | None = None
 
 
+Documents = Annotated[list[Any], AfterValidator(_texts), Field(min_length=1)]
+
+
 class RerankRequest(_Asked):
+    """texts: of clients that speak to Hugging Face's text-embeddings-inference, whose answer has another shape."""
+
     query: str
-    documents: Annotated[list[Any], AfterValidator(_texts), Field(min_length=1)]
+    documents: Documents | None = None
+    texts: Documents | None = None
+    return_text: bool = False
     top_n: Whole | None = Field(None, ge=1)
 
 
@@ -79,13 +85,19 @@ async def embeddings(front: Front, http: HttpRequest) -> Response:
 async def rerank(front: Front, http: HttpRequest) -> Response:
     asked: RerankRequest = await front.asked(http, RerankRequest)
     embedder = _embedder(front, ranks=True)
-    pairs = await front.work(http, _pairs, front, embedder, asked.query, asked.documents)
+    documents = asked.documents if asked.texts is None else asked.texts
+    if documents is None:
+        raise invalid("documents", "documents: it is missing")
+    pairs = await front.work(http, _pairs, front, embedder, asked.query, documents)
     scores, count = [], 0
     for pair in pairs:
         found = await _one(front, http, embedder, pair)
         scores.append(float(found.values[0]))
         count += found.tokens
     best = sorted(range(len(scores)), key=lambda i: -scores[i])[: asked.top_n]
+    if asked.texts is not None:
+        shown = [{"text": text} if asked.return_text else {} for text in documents]
+        return JSONResponse([{"index": i, "score": scores[i], **shown[i]} for i in best])
     return JSONResponse(
         {
             "model": front.settings.alias,
@@ -128,7 +140,7 @@ def _embedder(front: Front, *, ranks: bool) -> Embedder:
 async def _embedded(
     front: Front,
     http: HttpRequest,
-    texts: Sequence[str | list[int]],
+    texts: Sequence[Prompt],
     *,
     dimensions: int | None = None,
     cut: bool = False,

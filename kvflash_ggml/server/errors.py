@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from starlette.responses import Response
@@ -50,7 +52,10 @@ _STATUS = {
 
 
 class ApiError(Exception):
-    """An error for a client. status: of HTTP. code: for programs. param: the wrong field. retry_after_s: in seconds."""
+    """An error for a client. status: of HTTP. code: for programs. param: the wrong field. retry_after_s: in seconds.
+
+    more: further fields of the body, as llama-server has them.
+    """
 
     def __init__(
         self,
@@ -60,6 +65,7 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after_s: float | None = None,
+        more: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -67,11 +73,12 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+        self.more = more
 
     @property
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code, **self.more}}
 
     @property
     def anthropics_body(self) -> dict[str, Any]:

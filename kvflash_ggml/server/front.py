@@ -169,8 +169,10 @@ class Front(Intake):
                 f"the server with a larger -c",
                 code="context_length_exceeded",
                 param="messages",
+                more={"n_prompt_tokens": len(tokens), "n_ctx": n_ctx},
             )
         wanted = settings.default_tokens if max_tokens < 0 else max_tokens
+        wanted = n_ctx if wanted < 0 else wanted
         if settings.most_tokens is not None:
             wanted = min(wanted, settings.most_tokens)
         for lo, hi in pool.pins:
@@ -213,11 +215,13 @@ class Front(Intake):
         )
 
     def _sampling(self, asked: _Sampled, grammar: Grammar | str | None) -> Sampling:
-        usual, bias = self.settings.sampling, {}
+        usual, bias = self.settings.sampling, dict[int, float]()
         for token, value in (asked.logit_bias or {}).items():
-            if not token.isdecimal() or len(token) > 9 or int(token) >= self.prompts.n_vocab:
+            number = token.isdecimal() and token.isascii()
+            if number and (len(token) > 9 or int(token) >= self.prompts.n_vocab):
                 raise ApiError(400, f"logit_bias: {token[:20]!r} is no token", param="logit_bias")
-            bias[int(token)] = value
+            plain = partial(self.prompts.tokenize, add_special=False, parse_special=False)
+            bias |= dict.fromkeys([int(token)] if number else plain(token), value)
         given = {name: getattr(asked, name) for name in SAMPLERS}
         values = {name: getattr(usual, name) if value is None else value for name, value in given.items()}
         values["top_k"] = max(0, values["top_k"])

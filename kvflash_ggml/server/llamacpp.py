@@ -9,16 +9,16 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from ..batching.messages import Access, Event, Finished, Logprob, Piece
+from ..batching.messages import Access, Event, Finished, Logprob, Piece, Request
 from ..batching.slot import Slot
 from ..errors import KVFlashError
 from .chat import render
-from .completions import check_gap, gap_tokens, known_tokens, prompt_tokens, prompts_of
+from .completions import check_gap, gap_tokens, known_tokens, prompt_tokens, prompts_of, text_of
 from .errors import ApiError, invalid
 from .exchange import Answer, dumps, frame
 from .front import Front, several
 from .schema import DetokenizeRequest, InfillRequest, RawRequest, TemplateRequest, TokenizeRequest
-from .usage import timings
+from .usage import generation_settings, timings
 
 MOST_TOKENS = 1 << 16
 """That /detokenize writes at once, or as many as the context has."""
@@ -110,8 +110,7 @@ def _detokenized(front: Front, asked: DetokenizeRequest) -> Response:
     if len(asked.tokens) > limit:
         message = f"tokens: {len(asked.tokens)} tokens, and {limit} is the most that is written at once: split them"
         raise invalid("tokens", message)
-    text = front.prompts.detokenize(known_tokens(front, asked.tokens, "tokens"))
-    return JSONResponse({"content": text.decode("utf-8", "replace")})
+    return JSONResponse({"content": text_of(front, known_tokens(front, asked.tokens, "tokens"))})
 
 
 async def apply_template(front: Front, http: HttpRequest) -> Response:
@@ -150,36 +149,43 @@ async def _answered(
 ) -> Response:
     grammar, each = await front.format_grammar(http, asked), asked.n or 1
     length, logprobs = asked.n_predict, asked.n_probs or None
-    requests = [
-        one
-        for tokens in prompts
-        for one in several(
-            front.make(http, asked, tokens, kind="raw", max_tokens=length, logprobs=logprobs, grammar=grammar), each
-        )
-    ]
-    answers = [RawAnswer(front.settings.alias, asked, index=i) for i in range(len(requests))]
+    requests: list[Request] = []
+    answers: list[RawAnswer] = []
+    for tokens in prompts:
+        request = front.make(http, asked, tokens, kind="raw", max_tokens=length, logprobs=logprobs, grammar=grammar)
+        prompt = await front.work(http, text_of, front, tokens) if "prompt" in asked.response_fields else ""
+        for one in several(request, each):
+            requests.append(one)
+            answers.append(RawAnswer(front, asked, one, prompt, index=len(answers)))
     return await front.respond(http, requests, answers, each=each, stream=asked.stream)
 
 
 class RawAnswer(Answer):
     """Events in llama-server's own shape."""
 
-    def __init__(self, alias: str, asked: RawRequest | InfillRequest, *, index: int) -> None:
+    def __init__(
+        self, front: Front, asked: RawRequest | InfillRequest, request: Request, prompt: str, *, index: int
+    ) -> None:
         super().__init__(asked)
-        self._alias, self._index = alias, index
+        self._alias, self._n_ctx = front.settings.alias, front.scheduler.model.n_ctx
+        self._request, self._prompt, self._index = request, prompt, index
+        self._lines = False
 
     def choice(self, finished: Finished) -> dict[str, Any]:
-        return {**self._last(finished, "".join(self._text)), **self._told(self._logprobs)}
+        text = "".join(self._text)
+        self._lines = "\n" in text
+        return self._chosen({**self._last(finished, text), **self._told(self._logprobs)})
 
     def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> Any:
         return choices[0] if len(choices) == 1 else choices
 
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Piece):
+            self._lines |= "\n" in event.text
             said = {"index": self._index, "content": event.text, "stop": False, "id_slot": 0}
             yield frame({**said, **self._told(event.logprobs)})
         elif isinstance(event, Finished):
-            yield frame(self._last(event, ""))
+            yield frame(self._chosen(self._last(event, "")))
 
     def _told(self, logprobs: Sequence[Logprob]) -> dict[str, Any]:
         if not logprobs:
@@ -200,13 +206,27 @@ class RawAnswer(Answer):
             ]
         }
 
+    def _chosen(self, last: dict[str, Any]) -> dict[str, Any]:
+        """Return the end of an answer, or the fields of it that the request names."""
+        found = {}
+        for path in self._asked.response_fields:
+            value: Any = last
+            for name in path.split("/"):
+                value = value.get(name) if isinstance(value, dict) else None
+            if value is not None:
+                found[path] = value
+        return found if self._asked.response_fields else last
+
     def _last(self, finished: Finished, text: str) -> dict[str, Any]:
         took = finished.usage
         kind = "limit" if finished.reason == "length" else "word" if finished.stop is not None else "eos"
+        asked, request = self._asked, self._request
+        shown = {"prompt": self._prompt} if "prompt" in asked.response_fields else {}
         return {
             "index": self._index,
             "content": text,
-            "tokens": list(finished.tokens) if self._asked.return_tokens else [],
+            **shown,
+            "tokens": list(finished.tokens) if asked.return_tokens else [],
             "id_slot": 0,
             "stop": True,
             "model": self._alias,
@@ -215,7 +235,15 @@ class RawAnswer(Answer):
             "tokens_cached": took.cached,
             "stop_type": kind,
             "stopping_word": finished.stop or "",
-            "truncated": False,
+            "has_new_line": self._lines,
+            "truncated": took.prompt + took.generated >= self._n_ctx,
+            "generation_settings": {
+                **generation_settings(request.sampling, request.max_tokens),
+                "stop": list(request.stop),
+                "ignore_eos": request.ignore_eos,
+                "stream": asked.stream,
+                "n_probs": asked.n_probs,
+            },
             "timings": timings(took),
             **self._report(finished),
         }

@@ -83,7 +83,7 @@ async def ps(front: Front, request: HttpRequest) -> Response:
 async def show(front: Front, http: HttpRequest) -> Response:
     asked: ShowRequest = await front.asked(http, ShowRequest)
     wanted, alias, facts = asked.model or asked.name, front.settings.alias, front.prompts.facts
-    if wanted is not None and wanted not in (alias, f"{alias}:latest"):
+    if wanted is not None and wanted.removesuffix(":latest") not in (alias, *front.settings.aliases):
         raise ApiError(404, f"model {wanted[:80]!r} not found: {alias!r} is served", code="model_not_found")
     template, n_ctx = front.prompts.template or "", front.scheduler.model.n_ctx
     able = {"insert": bool(front.prompts.gap), "embedding": front.embedder is not None}

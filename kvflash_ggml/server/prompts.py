@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..arrays import Floats, Int32s
@@ -242,5 +243,15 @@ class LlamaPrompts:
 
         wanted = ("general.name", "general.architecture", "general.size_label")
         general = {name.partition(".")[2]: self._llm.metadata[name] for name in wanted if name in self._llm.metadata}
-        size = llama_cpp.llama_model_size(self._model.model)
-        return {**general, "size": size, "n_vocab": self.n_vocab, "bos_token": self._bos, "eos_token": self._eos}
+        model = self._model
+        return {
+            **general,
+            "model_path": Path(self._llm.model_path).name,  # where it lies concerns its owner only
+            "size": llama_cpp.llama_model_size(model.model),
+            "n_params": model.n_params(),
+            "n_embd": model.n_embd(),
+            "n_ctx_train": model.n_ctx_train(),
+            "n_vocab": self.n_vocab,
+            "bos_token": self._bos,
+            "eos_token": self._eos,
+        }

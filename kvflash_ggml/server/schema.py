@@ -33,7 +33,7 @@ MAX_ANSWERS = 16
 
 MAX_STOPS = 16
 MAX_STOP = 256
-MAX_BIAS = 1024
+MAX_BIAS, MAX_BIASED = 1024, 64
 MAX_MESSAGES = 1 << 14
 
 SAMPLERS = settings(Samplers)
@@ -80,15 +80,17 @@ def _stop(value: Any) -> tuple[str, ...]:
 
 
 def _bias(value: Any) -> dict[str, float]:
-    """Of `{"token": bias}`, or of llama-server's `[[token, bias], ...]`, where false forbids a token."""
+    """Of `{"token": bias}`, or of llama-server's `[[token, bias], ...]`, where false forbids a token or a text's."""
     _few(value, MAX_BIAS)
     if isinstance(value, list):
-        if any(len(pair) != 2 or type(pair[0]) is not int for pair in _all(value, list, "[token, bias]")):
-            raise ValueError("each element must be [token, bias], and the token an integer")
+        if any(len(pair) != 2 or type(pair[0]) not in (int, str) for pair in _all(value, list, "[token, bias]")):
+            raise ValueError("each element must be [token, bias], and the token an integer or a text")
         value = {str(token): -100.0 if bias is False else bias for token, bias in value}
     if not isinstance(value, dict):
         raise ValueError(f"it is {_named(value)}, and must be an object")
     for token, bias in value.items():
+        if len(token) > MAX_BIASED:
+            raise ValueError(f"a text of {len(token)} characters, and {MAX_BIASED} is the most: shorten it")
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
             shown = bias if type(bias) in (int, float) else _named(bias)
             raise ValueError(f"{token[:20]!r} has {str(shown)[:20]}, and must have a number from -100 to 100")
@@ -101,18 +103,32 @@ def _tokens(value: Any) -> list[int]:
     return _all(value, int, "a token")
 
 
-def _prompt(value: Any, limit: int = MAX_ANSWERS) -> Any:
-    """One text, one list of tokens, or a list of either: the first element decides."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError(f"it is {_named(value)}, and must be a text or a list")
-    first = type(value[0]) if value else int
-    if first is str:
-        return _all(_few(value, limit), str, "a text like the first")
-    if first is list:
-        return [_tokens(one) for one in _all(_few(value, limit), list, "a list like the first")]
-    return _tokens(value)
+def _prompts(value: Any, limit: int = MAX_ANSWERS) -> list[Prompt]:
+    """The prompts of a request. A list with a token in it is one prompt, another list one of each element."""
+    if isinstance(value, list) and value and int not in map(type, value):
+        return [_prompt(one, f"element {i}") for i, one in enumerate(_few(value, limit))]
+    return [_prompt(value, "it")]
+
+
+def _prompt(value: Any, where: str) -> Prompt:
+    """A text, tokens, texts and tokens that follow each other, or llama-server's object of a text and its images."""
+    if isinstance(value, dict):
+        if value.get("multimodal_data"):
+            raise ValueError(f"{where} has multimodal_data, which only messages can have: send a chat")
+        value = value.get("prompt_string", value.get("content"))
+        if isinstance(value, list):
+            if any(part.get("type") != "text" for part in _content(value)):
+                raise ValueError(f"{where} has parts that are no text, which only messages can have: send a chat")
+            value = text_of_content(value)
+    if isinstance(value, list):
+        kinds = set(map(type, value))
+        if kinds <= {int, str}:
+            return value
+        at = next(i for i, one in enumerate(value) if type(one) not in (int, str))
+        raise ValueError(f"{where}: element {at} is {_named(value[at])}, and must be a token or a text")
+    if not isinstance(value, str):
+        raise ValueError(f"{where} is {_named(value)}, and must be a text or a list")
+    return value
 
 
 def _content(value: Any) -> Any:
@@ -146,7 +162,8 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 Pin = Annotated[tuple[Whole, Whole], Strict(False)]
 """A list in JSON."""
 Tokens = Annotated[list[int], PlainValidator(_tokens)]
-Prompts = Annotated[str | list[int] | list[str] | list[list[int]], PlainValidator(_prompt)]
+Prompt = str | list[int | str]
+Prompts = Annotated[list[Prompt], PlainValidator(_prompts)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Messages = Annotated[
     "list[Message]",
@@ -376,6 +393,7 @@ class _Raw(_Sampled):
     )
     n_probs: Whole = Field(0, ge=0, le=20)
     return_tokens: bool = False
+    response_fields: Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list, max_length=64)
 
 
 class RawRequest(_Raw):

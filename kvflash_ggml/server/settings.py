@@ -20,10 +20,12 @@ _server = in_section("Server")
 class ServerSettings:
     """Settings of the HTTP server; what each of them means stands beside it. Times are in seconds.
 
-    keys: each of them opens the server; none: it is open. sampling: for requests that do not say how.
+    aliases: further names of the model. keys: each of them opens the server; none: it is open. sampling: for requests
+    that do not say how.
     """
 
     alias: str
+    aliases: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
     page: bool = _server(
         bool, "--page/--no-page", "--ui/--no-ui", "--webui/--no-webui", default=True, help="Serve the chat page at /."
@@ -87,8 +89,8 @@ class ServerSettings:
         bool, default=False, help="Fetch images that a request names by a URL, from public addresses alone."
     )
     default_tokens: int = _limits(
-        int, "-n", "--max-tokens-default", "--predict", "--n-predict", least=1, default=4096,
-        help="Longest answer in tokens, where the request names no limit.",
+        notation.limit, "-n", "--max-tokens-default", "--predict", "--n-predict", default=4096, metavar="N",
+        help="Longest answer in tokens, where the request names no limit; -1: up to the end of the context.",
     )  # fmt: skip
     most_tokens: int | None = _limits(
         int, "--max-tokens-limit", least=1,

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from .. import __version__
-from ..batching.messages import Finished, Preview, Usage
+from ..batching.messages import Finished, Preview, Sampling, Usage
 
 FINGERPRINT = f"kvflash-{__version__}"
 
@@ -62,6 +62,13 @@ def timings(took: Usage) -> dict[str, Any]:
         # the first token comes with the prompt
         "predicted_per_second": round((made - 1) / took.generation_s, 3) if took.generation_s > 0 and made > 1 else 0.0,
     }
+
+
+def generation_settings(sampling: Sampling, most: int) -> dict[str, Any]:
+    """Return how an answer of up to `most` tokens is sampled, by llama-server's names. A grammar is not repeated."""
+    bias = [{"token": token, "bias": value} for token, value in sampling.logit_bias.items()]
+    told = asdict(replace(sampling, logit_bias={}, grammar=None))
+    return {**told, "logit_bias": bias, "n_predict": most, "max_tokens": most}
 
 
 def report(wanted: str, finished: Finished) -> dict[str, Any]:

@@ -5,8 +5,8 @@ table below has its test here, or where the table says. What else can go wrong a
 
 | its file | here |
 | --- | --- |
-| test_basic | start, props, models, slots, no page: below. Split models and aliases: no |
-| test_completion | below; lists of prompts, `response_fields`, `post_sampling_probs`: refused by name |
+| test_basic | start, props, models, slots, no page: below; aliases: tests/unit/test_server.py. Split models: no |
+| test_completion | below; lists of prompts, `response_fields`: tests/unit/test_server.py; `post_sampling_probs`: told |
 | test_infill | tests/unit/test_server_infill.py, tests/native/test_prompts.py |
 | test_chat_completion | below |
 | test_stream, test_prefill | below; streams and errors in tests/unit/test_server.py |
@@ -148,6 +148,8 @@ def test_what_it_tells_of_itself(served: Served) -> None:
     props = served.get("/props")[1]
     assert props["default_generation_settings"]["n_ctx"] == N_CTX
     assert props["total_slots"] == 1
+    assert props["model_path"] == "recall-qwen3-q8_0.gguf", "and not the folder"
+    assert props["n_embd"] == 256
     assert [model["id"] for model in served.get("/models")[1]["data"]] == ["recall-qwen3-q8_0"]
     (slot,) = served.get("/slots")[1]
     assert slot["n_ctx"] == N_CTX
@@ -198,7 +200,7 @@ def test_a_prompt_that_does_not_fit(served: Served) -> None:
 def test_an_answer_ends_with_the_context(served: Served) -> None:
     tokens = served.post("/tokenize", {"content": MEANING * 300})[1]["tokens"][: N_CTX - 5]
     body = complete(served, prompt=tokens, n_predict=64)
-    assert (body["tokens_predicted"], body["stop_type"], body["truncated"]) == (5, "limit", False)
+    assert (body["tokens_predicted"], body["stop_type"], body["truncated"]) == (5, "limit", True)
 
 
 def test_several_at_once(served: Served) -> None:

@@ -40,7 +40,7 @@ WRONG: dict[str, tuple[str, bytes]] = {
     "prompts of many texts": (TEXT, filled('{"prompt":[', '""', "]}")),
     "prompts of many lists": (TEXT, filled('{"prompt":[', "[1]", "]}")),
     "a text among tokens": (TEXT, filled('{"prompt":[', "1", ',"x"]}')),
-    "a token among texts": (TEXT, b'{"prompt":["x",1]}'),
+    "a number among texts": (TEXT, b'{"prompt":["x",1.5]}'),
     "lists of texts": (TEXT, filled('{"prompt":[[', '"x"', "]]}")),
     "raw lists": (RAW, filled('{"prompt":[', "[]", "]}")),
     "stops": (CHAT, filled('{"messages":[],"stop":[', '"a"', "]}")),

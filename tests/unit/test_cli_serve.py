@@ -70,7 +70,10 @@ def test_a_model_is_all_that_is_needed(serve: Serving) -> None:
     result = serve("folder/m.gguf")
     assert result.exit_code == 0, result.output
     assert serve.cli.settings["kvflash"] == KVFlashConfig(pool="auto")
-    assert serve.started[0].alias == "m"
+    assert (serve.started[0].alias, serve.started[0].aliases) == ("m", ())
+    assert serve("m.gguf", "-a", "one, two", "-n", "-1").exit_code == 0
+    assert (serve.started[1].alias, serve.started[1].aliases) == ("one", ("two",))
+    assert serve.started[1].default_tokens == -1
     assert serve.started[0].sampling == Sampling()
     refused = serve("m.gguf", "--kvflash", "off")
     assert (refused.exit_code, "--kvflash auto" in refused.stderr) == (2, True)

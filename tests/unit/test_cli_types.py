@@ -6,14 +6,14 @@ import click
 import pytest
 
 from kvflash_ggml import notation
-from kvflash_ggml.cli.options import read_layers, read_limit
+from kvflash_ggml.cli.options import read_layers
 from kvflash_ggml.cli.sections import Number, Place, Written
 from kvflash_ggml.config import POOL_SETTINGS
 from kvflash_ggml.constants import KV_TYPES
 
 POOL = Written(POOL_SETTINGS["kvflash"].kind)
 LAYERS = Written(read_layers)
-LIMIT = Written(read_limit)
+LIMIT = Written(notation.limit)
 PIN = Written(notation.pin)
 SIZE = Written(notation.size)
 WORD = Written(notation.word)

@@ -30,7 +30,7 @@ OPENAI = {
 }  # fmt: skip
 LLAMA_SERVER = {
     "lora": [], "min_keep": 0, "n_keep": 0, "n_indent": 0, "post_sampling_probs": False, "reasoning_format": "auto",
-    "response_fields": ["content"], "return_progress": False, "speculative.n_max": 3, "speculative.n_min": 0,
+    "return_progress": False, "speculative.n_max": 3, "speculative.n_min": 0,
     "speculative.p_min": 0.75, "t_max_predict_ms": 0,
     "tfs_z": 1.0, "thinking_forced_open": False, "top_a": 0, "typ": 1,
     "backend_sampling": True, "n_discard": 1, "n_prompt": 2, "image_data": [], "multimodal_data": [],
@@ -232,7 +232,7 @@ def test_thinking_is_a_name_of_the_template(path: str) -> None:
     [
         {"temperature": "hot"}, {"temperature": [1]}, {"temperature": 11}, {"top_k": -2}, {"top_p": 1.1}, {"stop": 5},
         {"stop": ["x" * 257]}, {"logit_bias": 5}, {"logit_bias": {"97": 101}}, {"logit_bias": {"97": "x"}},
-        {"logit_bias": [["a", 1]]}, {"logit_bias": [[97]]}, {"logit_bias": {"97": True}}, {"stream": "what"},
+        {"logit_bias": [[1.5, 1]]}, {"logit_bias": [[97]]}, {"logit_bias": {"97": True}}, {"stream": "what"},
         {"stream_options": []}, {"stream_options": {"include_usage": "x"}}, {"kvflash": 1},
         {"kvflash": {"priority": 11}}, {"response_format": "json"}, {"response_format": {"type": "yaml"}},
         {"repetition_penalty": -1}, {"max_tokens": "many"}, {"n": 1.5}, {"seed": "x"}, {"json_schema": [1]},

@@ -197,10 +197,32 @@ def test_llama_servers_own_shape() -> None:
     frames = Server().post("/completion", {**data, "stream": True}).frames
     assert "".join(frame["content"] for frame in frames) == "an an"
     assert frames[-1]["stop"] is True
+    assert (frames[-1]["has_new_line"], frames[-1]["generation_settings"]["stop"]) == (False, ["swe"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_fields_that_llama_servers_clients_choose(stream: bool) -> None:
+    """llama.vim asks for `timings/prompt_n`, and reads it under that name."""
+    fields = ["content", "prompt", "timings/prompt_n", "generation_settings/seed", "has_new_line", "no/such"]
+    data = {"prompt": "hello", "n_predict": 3, "seed": 7, "response_fields": fields, "stream": stream}
+    reply = Server(FakeModel(reply=lambda prompt: b"a\nb")).post("/completion", data)
+    assert (reply.frames[-1] if stream else reply.json) == {
+        "content": "" if stream else "a\nb", "prompt": "hello", "timings/prompt_n": 5, "generation_settings/seed": 7,
+        "has_new_line": True,
+    }  # fmt: skip
+    reply = Server().post("/completion", {**data, "response_fields": []})
+    assert "prompt" not in (reply.frames[-1] if stream else reply.json), "unasked it would double the traffic"
 
 
 @pytest.mark.parametrize(
-    "several", [{"prompt": ["one", "two"]}, {"prompt": [[1, 2, 3], [4, 5, 6]]}, {"prompt": "one", "n": 2}]
+    "several",
+    [
+        {"prompt": ["one", "two"]},
+        {"prompt": [[1, 2, 3], [4, 5, 6]]},
+        {"prompt": "one", "n": 2},
+        {"prompt": [[1, 2, 3], {"prompt_string": "two"}]},
+        {"prompt": ["one", [1, "w", 3]]},
+    ],
 )
 def test_several_answers_in_llama_servers_own_shape(several: dict[str, Any]) -> None:
     reply = Server().post("/completion", {**several, "n_predict": 2})
@@ -211,6 +233,29 @@ def test_several_answers_in_llama_servers_own_shape(several: dict[str, Any]) -> 
         assert "".join(frame["content"] for frame in frames if frame["index"] == index) == "an"
     refused = Server().post("/completion", {**several, "n": 17})
     assert (refused.status, "16" in refused.message) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ([1, "ab", 2], 4),
+        ({"prompt_string": "abc"}, 3),
+        ({"prompt_string": "abc", "multimodal_data": []}, 3),
+        ({"prompt_string": "a", "multimodal_data": ["x"]}, "send a chat"),
+        ({"text": "a"}, "it is null, and must be a text or a list"),
+        (["a", None], "element 1 is null"),
+        ([1, [2]], "element 1 is a list, and must be a token or a text"),
+        ([1, "a", 300], "300 is no token"),
+        ([True], "element 0 is true"),
+        ([], "empty"),
+    ],
+)
+def test_prompts_of_texts_and_tokens(prompt: Any, said: int | str) -> None:
+    reply = Server().post("/completion", {"prompt": prompt, "n_predict": 1})
+    if isinstance(said, str):
+        assert (reply.status, said in reply.message) == (400, True), reply.message
+    else:
+        assert reply.json["tokens_evaluated"] == said
 
 
 def test_logprobs() -> None:
@@ -263,10 +308,29 @@ def test_sampling_reaches_the_model() -> None:
     assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repeat_penalty) == (0.5, 1.0, 1.2)
 
 
+@pytest.mark.parametrize("bias", [{"5": 1, "ab": -100}, [[5, 1], ["ab", False]]])
+def test_biases_of_texts(bias: Any) -> None:
+    """llama-server takes a text for the tokens that it has."""
+    told = Server().post("/completion", {"prompt": "x", "n_predict": 1, "logit_bias": bias}).json
+    assert told["generation_settings"]["logit_bias"] == [
+        {"token": 5, "bias": 1}, {"token": 97, "bias": -100}, {"token": 98, "bias": -100},
+    ]  # fmt: skip
+    refused = Server().post("/completion", {"prompt": "x", "logit_bias": {"x" * 65: 1}})
+    assert (refused.status, "64 is the most" in refused.message) == (400, True)
+
+
+def test_no_limit_but_the_context() -> None:
+    told = Server(default_tokens=-1).post("/completion", {"prompt": "x", "response_fields": ["generation_settings"]})
+    assert told.json["generation_settings"]["n_predict"] == FakeModel().n_ctx
+
+
 def test_models_and_props() -> None:
     assert [m["id"] for m in Server().get("/v1/models").json["data"]] == ["fake"]
     assert Server().get("/v1/models/fake").json["id"] == "fake"
     assert Server().get("/v1/models/gpt").status == 404
+    assert Server(aliases=("gpt",)).get("/v1/models/gpt").json["aliases"] == ["fake", "gpt"]
+    assert Server(aliases=("gpt",)).post("/api/show", {"model": "gpt:latest"}).status == 200
+    assert Server().get("/props").json["default_generation_settings"]["params"]["top_k"] == 40
     assert Server().get("/props").json["total_slots"] == 1
     assert Server(FakeModel(parallel=3)).get("/props").json["total_slots"] == 3
     assert Server().get("/health").json == {"status": "ok"}
@@ -320,7 +384,7 @@ def test_metrics() -> None:
         ({"n": 0}, 400, "n: "),
         ({"top_logprobs": 3}, 400, "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
-        ({"logit_bias": {"x": 1}}, 400, "no token"),
+        ({"logit_bias": {"1234567890": 1}}, 400, "no token"),
         ({"logit_bias": {"257": 1}}, 400, "no token"),
         ({"stop": ["a"] * 17}, 400, "stop"),
         ({"max_tokens": -2}, 400, "max_tokens"),
@@ -339,7 +403,8 @@ def test_metrics() -> None:
 def test_what_is_refused(data: dict[str, Any], status: int, said: str) -> None:
     reply = chat(data)
     assert (reply.status, said in reply.message) == (status, True), reply.message
-    assert set(reply.json["error"]) == {"message", "type", "param", "code"}
+    sizes = {"n_prompt_tokens", "n_ctx"} if reply.json["error"]["code"] == "context_length_exceeded" else set()
+    assert set(reply.json["error"]) == {"message", "type", "param", "code", *sizes}
 
 
 @pytest.mark.parametrize(
@@ -369,6 +434,7 @@ def test_the_best_of_as_many_as_are_asked_for_are_all() -> None:
 def test_too_long_names_its_code() -> None:
     reply = chat(messages=[{"role": "user", "content": "x" * 5000}])
     assert reply.json["error"]["code"] == "context_length_exceeded"
+    assert (reply.json["error"]["n_prompt_tokens"], reply.json["error"]["n_ctx"]) == (5018, FakeModel().n_ctx)
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,9 @@ def plain(path: str, body: str) -> str:
     """Without times, random names and totals of the server, which is all of the metrics but for one."""
     if path == "/metrics":
         return "\n".join(line for line in body.splitlines() if "kv_cache_usage" in line)
-    varying = r'"(?:id|created|[a-z]*_at|[a-z_]*_ms|[a-z_]*_duration|[a-z_]*per_second|parks|resumes|forks|lost)": ?'
+    varying = (
+        r'"(?:id|seed|created|[a-z]*_at|[a-z_]*_ms|[a-z_]*_duration|[a-z_]*per_second|parks|resumes|forks|lost)": ?'
+    )
     return re.sub(rf'({varying})("[^"]*"|[-+0-9.e]+)', r"\1_", body)
 
 

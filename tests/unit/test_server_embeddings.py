@@ -57,7 +57,14 @@ def test_one_text() -> None:
 
 @pytest.mark.parametrize(
     ("given", "wanted"),
-    [(["a", "bcd"], [[97, 1], [98, 3]]), ([97, 98], [[97, 2]]), ([[97], [98, 99]], [[97, 1], [98, 2]])],
+    [
+        (["a", "bcd"], [[97, 1], [98, 3]]),
+        ([97, 98], [[97, 2]]),
+        ([[97], [98, 99]], [[97, 1], [98, 2]]),
+        (["b", [97]], [[98, 1], [97, 1]]),
+        (["b", 97], [[98, 2]]),
+        ({"content": [{"type": "text", "text": "c"}, {"type": "text", "text": "d"}]}, [[99, 2]]),
+    ],
 )
 def test_texts_and_tokens(given: Any, wanted: list[list[float]]) -> None:
     data = post({"input": given}).json["data"]
@@ -77,7 +84,22 @@ def test_fewer_dimensions_have_length_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", ["", [], [""], {"a": 1}, None, ["a", 1], [[1], "a"], [-1], [300], ["a"] * 2049, [True], "x" * 17]
+    "given",
+    [
+        "",
+        [],
+        [""],
+        {"a": 1},
+        None,
+        ["a", 1.5],
+        [[[1]], "a"],
+        [-1],
+        [300],
+        ["a"] * 2049,
+        [True],
+        "x" * 17,
+        {"content": [{"type": "image_url"}]},
+    ],
 )
 def test_wrong_inputs(given: Any) -> None:
     reply = post({"input": given})
@@ -100,6 +122,15 @@ def test_documents_come_by_their_scores(path: str) -> None:
     assert reply.json["usage"] == {"prompt_tokens": 21, "total_tokens": 21}
     few = post({"query": "q", "documents": ["a", "abc"], "top_n": 1}, path, ranker()).json["results"]
     assert [one["index"] for one in few] == [1]
+
+
+def test_the_shape_of_text_embeddings_inference() -> None:
+    asked = {"query": "q", "texts": ["a", "abc", "ab"], "top_n": 2}
+    plain = post(asked, RERANK[0], ranker()).json
+    assert [set(one) for one in plain] == [{"index", "score"}] * 2
+    told = post({**asked, "return_text": True}, RERANK[0], ranker()).json
+    assert [(one["index"], one["text"]) for one in told] == [(1, "abc"), (2, "ab")]
+    assert told[0]["score"] > told[1]["score"]
 
 
 def test_the_prompt_of_a_pair() -> None:
