@@ -190,14 +190,14 @@ class Engine:
         """Make the plan one of a streamed step within."""
         plan, images = self._plan, np.ascontiguousarray(streamed.images, np.uint64)
         kept = ffi.from_buffer("uint64_t[]", images), ffi.from_buffer(streamed.mask)
-        heads, rows = streamed.asked
-        asked = ffi.from_buffer("kvf_head[]", heads), ffi.from_buffer("int32_t[]", rows)
+        heads, rows = streamed.wanted
+        wanted = ffi.from_buffer("kvf_head[]", heads), ffi.from_buffer("int32_t[]", rows)
         try:
             plan.n_streamed, plan.streamed, plan.mask = len(images), *kept
             plan.mask_stride, plan.mask_first = streamed.mask.shape[1], streamed.first
             plan.open_rows, plan.open_block = streamed.rows, streamed.block
             plan.n_mass_heads, plan.n_mass_rows = len(heads), len(rows)
-            plan.mass_heads, plan.mass_row = asked
+            plan.mass_heads, plan.mass_row = wanted
             yield
         finally:
             plan.n_streamed, plan.mask, plan.mask_stride = 0, self._mask, self.info.n_slots
@@ -416,7 +416,7 @@ class Engine:
         return rows
 
     def read_masses(self, out: Floats) -> int:
-        """Copy to `out` [heads * rows, chunks] what the newest streamed step was asked for, see `Streamed.asked`.
+        """Copy to `out` [heads * rows, chunks] what the newest streamed step was asked for, see `Streamed.wanted`.
 
         Of the whole chunks that it has seen, in their order, and then those with its own tokens: as `score_keys` gives
         it, from every key. Behind the compute submitted so far; returns the ticket. UnsupportedError, with the reason,

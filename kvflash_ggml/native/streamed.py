@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 
-class Asked(NamedTuple):
-    """Of which attention masses are computed on the way.
+class MassRequest(NamedTuple):
+    """Which attention masses a streamed step computes on the way.
 
     heads: query heads, (pooled layer, head) [n, 2], ascending. rows: of `Engine.read_queries`, whose queries ask. Both
     are contiguous.
@@ -20,7 +20,7 @@ class Asked(NamedTuple):
     rows: npt.NDArray[np.int32]
 
 
-NOBODY = Asked(np.empty((0, 2), np.int32), np.empty(0, np.int32))
+NO_MASSES = MassRequest(np.empty((0, 2), np.int32), np.empty(0, np.int32))
 
 
 class Streamed(NamedTuple):
@@ -28,7 +28,7 @@ class Streamed(NamedTuple):
 
     images: addresses of whole chunks, at least one. rows: so many of block `block` follow them. mask: [count, n] in
     half precision, for the rows of the stage from `first` on, and at least up to its rows rounded up to 256.
-    asked: what `Engine.read_masses` gives then.
+    wanted: what `Engine.read_masses` gives then.
     """
 
     images: Sequence[int] | npt.NDArray[np.uint64]
@@ -36,4 +36,4 @@ class Streamed(NamedTuple):
     block: int
     mask: npt.NDArray[np.float16]
     first: int
-    asked: Asked = NOBODY
+    wanted: MassRequest = NO_MASSES

@@ -11,7 +11,7 @@ from ..arrays import Int32s
 from ..constants import CHUNK
 from ..host.image import PageImage
 from ..host.store import HostStore
-from ..native.streamed import Asked, Streamed
+from ..native.streamed import MassRequest, Streamed
 from ..pool.masks import SlotMask, StageMask, View
 from ..pool.page_table import PageTable
 from ..pool.plan import ABSENT, Layout, Moves
@@ -213,7 +213,15 @@ class Paging:
 
     @contextmanager
     def streamed(
-        self, view: View, layout: Layout, mask: StageMask, start: int, count: int, asked: Asked, *, mutual: bool = False
+        self,
+        view: View,
+        layout: Layout,
+        mask: StageMask,
+        start: int,
+        count: int,
+        wanted: MassRequest,
+        *,
+        mutual: bool = False,
     ) -> Iterator[Streamed]:
         """Lease the images that a step of `count` tokens at `start` sees, and yield the engine's description of the
         step.
@@ -223,7 +231,7 @@ class Paging:
         block = layout.chunks[start // CHUNK].block if view.rows else 0
         rows, first = mask.fill(start, count, view, mutual=mutual)
         with self.store.lease(view.chunks) as images, self._known_transfers():
-            yield Streamed(images, view.rows, block, rows, first, asked)
+            yield Streamed(images, view.rows, block, rows, first, wanted)
             self.store.in_use(view.chunks, self._engine.streamed_ticket)
 
     @contextmanager

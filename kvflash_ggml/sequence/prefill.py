@@ -12,7 +12,7 @@ from ..constants import CHUNK
 from ..errors import KVFlashError
 from ..logs import Progress
 from ..media.rows import are_mutual
-from ..native.streamed import NOBODY, Asked
+from ..native.streamed import NO_MASSES, MassRequest
 from ..pool.page_table import PageTableState
 from ..state.session import Replay
 from .reading import ReadStats
@@ -133,8 +133,8 @@ class Prefill:
             end = self._batch_end(self.total)
             count = self._next(end, spare=rescore)
             last = self.done + count == self.total
-            asked = text.relevance.ask(text.length + count) if last else NOBODY
-            self._step(count, end, rescore=rescore, asked=asked, stream=True)
+            wanted = text.relevance.ask(text.length + count) if last else NO_MASSES
+            self._step(count, end, rescore=rescore, wanted=wanted, stream=True)
         if scoring is not None:
             text.relevance.take(scoring.take())  # the answer begins with the chunks that the prompt's end asks for
             if not text.sees_everything:
@@ -194,16 +194,18 @@ class Prefill:
         text.relevance.take_overlapped()
         return count
 
-    def _step(self, count: int, end: int, *, rescore: bool, asked: Asked = NOBODY, stream: bool = False) -> None:
+    def _step(
+        self, count: int, end: int, *, rescore: bool, wanted: MassRequest = NO_MASSES, stream: bool = False
+    ) -> None:
         """Evaluate the next `count` tokens of a batch that ends at `end`."""
         text, relevance, start = self.text, self.text.relevance, self.text.length
-        output = Output(every=self.output_all, last=self.done + count == end, asked=asked)
-        with nullcontext() if relevance.scoring is None else relevance.scoring.before_seals(asked):
+        output = Output(every=self.output_all, last=self.done + count == end, wanted=wanted)
+        with nullcontext() if relevance.scoring is None else relevance.scoring.before_seals(wanted):
             text.evaluate(self.tokens[self.done : self.done + count], output, self.after, stream=stream)
             self._count(count)
             finished = self.done == self.total
             if rescore or (finished and relevance.scoring is not None):
-                relevance.request(text.tokens, text.view, rows=None if finished else 1, asked=asked, start=start)
+                relevance.request(text.tokens, text.view, rows=None if finished else 1, wanted=wanted, start=start)
         self._report()
 
     def _count(self, count: int) -> None:

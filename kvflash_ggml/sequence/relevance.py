@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..arrays import Floats, Int32s
 from ..constants import CHUNK
-from ..native.streamed import NOBODY, Asked
+from ..native.streamed import NO_MASSES, MassRequest
 from ..pool.masks import View
 from ..pool.page_table import PageTable
 from ..pool.residency import Ranking
@@ -54,25 +54,25 @@ class Relevance:
         if self.scoring is not None:
             self.take(self.scoring.take_overlapped())
 
-    def ask(self, end: int) -> Asked:
+    def ask(self, end: int) -> MassRequest:
         """Return the attention scores to request from the last step of a prompt, which ends at `end`, if it is
         streamed.
         """
-        return NOBODY if self.scoring is None else self.scoring.ask(end, end - self._queries.valid_from)
+        return NO_MASSES if self.scoring is None else self.scoring.ask(end, end - self._queries.valid_from)
 
     def request(
-        self, tokens: Int32s, view: View | None, *, rows: int | None, asked: Asked = NOBODY, start: int = 0
+        self, tokens: Int32s, view: View | None, *, rows: int | None, wanted: MassRequest = NO_MASSES, start: int = 0
     ) -> None:
         """Score the chunks of a text of these tokens against the newest `rows` queries, None for all.
 
-        asked: the request to the newest step, which began at `start` and saw `view`.
+        wanted: the request to the newest step, which began at `start` and saw `view`.
         """
         assert self.scoring is not None
         length = len(tokens)
         protected = frozenset(self._table.protected_at(length))
         captured = length - self._queries.valid_from
         seen = () if view is None else (*view.chunks, *range(start // CHUNK, length // CHUNK))
-        self.scoring.request(tokens, length // CHUNK, protected, rows=rows, captured=captured, asked=asked, seen=seen)
+        self.scoring.request(tokens, length // CHUNK, protected, rows=rows, captured=captured, wanted=wanted, seen=seen)
 
     def forget(self) -> None:
         """Begin a new request: no score of the last one counts."""

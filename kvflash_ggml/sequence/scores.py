@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import Floats
 from ..errors import ConfigError, NotFinite, UnsupportedError
-from ..native.streamed import NOBODY, Asked
+from ..native.streamed import NO_MASSES, MassRequest
 from ..policy.base import Exact, Masses, Pairs, Scorer
 
 if TYPE_CHECKING:
@@ -37,29 +37,29 @@ class AttentionScores:
             return "", ""
         return ("index", self._why) if self._why else ("exact", "")
 
-    def ask(self, end: int, n_chunks: int, rows: int) -> Asked:
+    def ask(self, end: int, n_chunks: int, rows: int) -> MassRequest:
         """Return the request to a step that ends with the newest of `rows` queries, in a text of `end` tokens.
 
         ConfigError for a policy that requests heads or rows that do not exist.
         """
         if not isinstance(self._scorer, Exact):
-            return NOBODY
+            return NO_MASSES
         heads, count = self._scorer.masses_wanted(n_chunks, rows)
         if count <= 0 or len(heads) == 0:
             self._why = "the policy asks for none"
-            return NOBODY
-        return Asked(check_wanted(self._scorer, heads, count, rows), self._ring.rows_of(end, count))
+            return NO_MASSES
+        return MassRequest(check_wanted(self._scorer, heads, count, rows), self._ring.rows_of(end, count))
 
-    def read(self, asked: Asked, chunks: Sequence[int]) -> tuple[int, Masses | None]:
+    def read(self, wanted: MassRequest, chunks: Sequence[int]) -> tuple[int, Masses | None]:
         """Return the transfer that fills the scores of these chunks, which the newest step has seen, and the scores; or
         none.
         """
-        if asked is NOBODY:
+        if wanted is NO_MASSES:
             return 0, None
         if not chunks:
             self._why = "the last step of the prompt was not streamed"
             return 0, None
-        columns = len(asked.heads) * len(asked.rows)
+        columns = len(wanted.heads) * len(wanted.rows)
         values: Floats = np.empty((columns, len(chunks)), np.float32)
         try:
             ticket = self._engine.read_masses(values)
@@ -68,7 +68,9 @@ class AttentionScores:
             return 0, None
         self.count += 1
         self._why = ""
-        return ticket, Masses(heads=asked.heads, rows=len(asked.rows), chunks=np.array(chunks, np.int64), values=values)
+        return ticket, Masses(
+            heads=wanted.heads, rows=len(wanted.rows), chunks=np.array(chunks, np.int64), values=values
+        )
 
     def still_wanted(self, masses: Masses | None, n_chunks: int, rows: int) -> Masses | None:
         """Return the scores if the policy would still request the same heads; else None, and `ranked` says so."""

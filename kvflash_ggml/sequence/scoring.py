@@ -18,7 +18,7 @@ import numpy as np
 from ..arrays import Floats, Int32s
 from ..constants import CHUNK
 from ..errors import HostMemoryError
-from ..native.streamed import NOBODY, Asked
+from ..native.streamed import NO_MASSES, MassRequest
 from ..policy.base import Lasting, Masses, Pairs, Reading, Resumable, Scorer, ScoreRequest, Selective
 from ..pool.residency import Chunks, few_moves
 from ..state.session import PolicyState, Replay, Statistics, done
@@ -130,11 +130,11 @@ class Scoring:
                 self._later.append(work)
 
     @contextmanager
-    def before_seals(self, asked: Asked) -> Iterator[None]:
+    def before_seals(self, wanted: MassRequest) -> Iterator[None]:
         """Delay the scorer's `seal` calls until a step that computes attention scores has been scored: its chunks need
         no index for that.
         """
-        self._later = None if asked is NOBODY else []
+        self._later = None if wanted is NO_MASSES else []
         try:
             yield
         finally:
@@ -187,24 +187,24 @@ class Scoring:
         *,
         rows: int | None = None,
         captured: int | None = None,
-        asked: Asked = NOBODY,
+        wanted: MassRequest = NO_MASSES,
         seen: Sequence[int] = (),
     ) -> None:
         """Score the chunks against the newest `rows` queries, beside the compute; by default against all that are kept.
 
-        captured: how many of the newest tokens have captured queries, None for all that are kept. asked: the request to
-        the newest step, whose layer buffers held the chunks `seen`.
+        captured: how many of the newest tokens have captured queries, None for all that are kept. wanted: the request
+        to the newest step, whose layer buffers held the chunks `seen`.
         """
         self.looks += 1
-        wanted = self._rows(len(tokens), rows, captured)
+        count = self._rows(len(tokens), rows, captured)
         buffer = self._buffers[self.looks % len(self._buffers)]
-        ticket = self._engine.read_queries(buffer, np.sort(self._ring.rows_of(len(tokens), wanted))) if wanted else 0
+        ticket = self._engine.read_queries(buffer, np.sort(self._ring.rows_of(len(tokens), count))) if count else 0
         copy = buffer, self._ring.order
-        later, masses = self.masses.read(asked, seen)
-        what = max(ticket, later), copy, tokens.copy(), n_chunks, protected, wanted, masses
+        later, masses = self.masses.read(wanted, seen)
+        what = max(ticket, later), copy, tokens.copy(), n_chunks, protected, count, masses
         self.pending.append(self._run(self._score, *what))
 
-    def ask(self, end: int, captured: int) -> Asked:
+    def ask(self, end: int, captured: int) -> MassRequest:
         """Return the request to a streamed step that ends a prompt: the text has `end` tokens then. captured: see
         `request`.
         """

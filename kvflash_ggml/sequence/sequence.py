@@ -275,7 +275,7 @@ class Sequence:
         start, n = step.start, len(step.tokens)
         assert step.view is not None
         try:
-            seen = step.view, step.plan.layout, self.pool.stage_mask, start, n, step.output.asked
+            seen = step.view, step.plan.layout, self.pool.stage_mask, start, n, step.output.wanted
             with self.paging.streamed(*seen, mutual=self.pool.is_span(step.tokens)) as step.streamed:
                 self.pool.run([step])
         except HostMemoryError as err:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ..arrays import Int32s
-from ..native.streamed import NOBODY, Asked, Streamed
+from ..native.streamed import NO_MASSES, MassRequest, Streamed
 from ..pool.masks import Branches, SlotMask, View
 from ..pool.plan import Plan
 from ..state.session import SavedDraft
@@ -22,11 +22,11 @@ AfterStep = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """The outputs of a step: logits of every token, or of the last. asked: attention scores, if it is streamed."""
+    """The outputs of a step: logits of every token, or of the last. wanted: attention scores, if it is streamed."""
 
     every: bool
     last: bool
-    asked: Asked = NOBODY
+    wanted: MassRequest = NO_MASSES
 
 
 EVERY = Output(every=True, last=True)

@@ -111,6 +111,6 @@ def test_a_streamed_step_is_of_one_sequence(bare: Make, tokens: Any) -> None:
     steps = [text.prepare(tokens[:1], LAST, stream=True) for text in (one, other)]
     view = steps[0].view
     assert view is not None
-    seen = view, steps[0].plan.layout, one.pool.stage_mask, one.length, 1, LAST.asked
+    seen = view, steps[0].plan.layout, one.pool.stage_mask, one.length, 1, LAST.wanted
     with one.paging.streamed(*seen) as steps[0].streamed, pytest.raises(EngineError, match="sequences 0 and 1"):
         one.pool.run(steps)
