@@ -19,9 +19,9 @@ from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.llama.pool_drafter import Draw, PoolDrafter
 from kvflash_ggml.llama.speculating import HOPES, SERIAL
 from kvflash_ggml.sequence.step import EVERY
-from kvflash_ggml.spec.asked import AskedDrafter
 from kvflash_ggml.spec.decision import WIDTHS, Controller, Controls, Fixed
 from kvflash_ggml.spec.draft import Draft
+from kvflash_ggml.spec.guarded import GuardedDrafter
 from kvflash_ggml.spec.loop import Speculator
 
 from . import report
@@ -230,8 +230,8 @@ def _speculator(
         settings |= {"seconds": plan.draft_ms / 1e3, "sleep": compute_for}
         source = Source(whole.copy(), [arm.source], seed=plan.seed + 1, **settings)
         nested = Speculator([source], controls[1], n_vocab=llm.n_vocab(), ends=())
-    told = AskedDrafter(Told(llm, oracle, source, nested))
-    asked = [] if nested is None else nested.asked
+    told = GuardedDrafter(Told(llm, oracle, source, nested))
+    asked = [] if nested is None else nested.active
     return Speculator([told, *asked], controls[0], n_vocab=llm.n_vocab(), ends=(), nested=nested)
 
 

@@ -16,12 +16,12 @@ from ..config import DFLASH, EAGLE3, MTP, NGRAM, SIMPLE, KVFlashConfig, SpecConf
 from ..errors import ConfigError, ConversionError, HostMemoryError, UnsupportedError
 from ..native.engine import Engine
 from ..placement.sizing import address
-from ..spec.asked import AskedDrafter
 from ..spec.base import Callback, Drafter, FeatureRows, Target
 from ..spec.chained import Eagle3, Mtp, Small
 from ..spec.decision import WIDTHS, Controller, Controls, Fixed
 from ..spec.dflash import DFlash
 from ..spec.find import Found
+from ..spec.guarded import GuardedDrafter
 from ..spec.loop import Speculator
 from ..spec.ngram import NGram
 from .drafting import Drafting
@@ -121,9 +121,11 @@ def make_speculator(
     assert reader.sequence is not None
     engine = reader.sequence.engine
     given = [] if llm.draft_model is None else [Callback(llm.draft_model)]
-    sources = [AskedDrafter(drafter, is_lone(drafter.name, config, engine)) for drafter in (*given, *drafting.drafters)]
+    sources = [
+        GuardedDrafter(drafter, is_lone(drafter.name, config, engine)) for drafter in (*given, *drafting.drafters)
+    ]
     if first is not None:
-        sources = [AskedDrafter(NGram(), one.lone) if isinstance(one.drafter, NGram) else one for one in first.asked]
+        sources = [GuardedDrafter(NGram(), one.lone) if isinstance(one.drafter, NGram) else one for one in first.active]
     spec = config.spec or SpecConfig()
     ends = drafting.ends or _ends(llm)  # nobody was to draft when the context was made
     speculator = partial(Speculator, n_vocab=llm.n_vocab(), ends=ends)
@@ -133,9 +135,9 @@ def make_speculator(
         level = config.sequences > 1 and engine.info.recurrent
         return speculator(sources, _controls(spec, drafting, level), features=drafting.features, total=drafting.total)
     nested = speculator(sources, _controls(spec, drafting), total=drafting.on_pool) if sources else None
-    pool = AskedDrafter(PoolDrafter(reader, nested))
-    asked = [*sources, pool] if spec.width is None else [pool, *sources]
-    return speculator(asked, _controls(spec, drafting), features=drafting.features, total=drafting.total, nested=nested)
+    pool = GuardedDrafter(PoolDrafter(reader, nested))
+    order = [*sources, pool] if spec.width is None else [pool, *sources]
+    return speculator(order, _controls(spec, drafting), features=drafting.features, total=drafting.total, nested=nested)
 
 
 def _controls(spec: SpecConfig, drafting: Drafting, level: bool = False) -> Controls:

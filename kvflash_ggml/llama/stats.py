@@ -290,7 +290,7 @@ class PoolStats:
     def _drafts(self) -> str:
         if self._speculator is None:
             return ""
-        lone = ", ".join(one.drafter.name for one in self._speculator.asked if one.lone)
+        lone = ", ".join(one.drafter.name for one in self._speculator.active if one.lone)
         when = f" ({lone} while one text is decoded alone)" if lone else ""
         return f", drafts by {', '.join(self._speculator.types)}{when}"
 

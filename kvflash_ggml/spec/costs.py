@@ -228,14 +228,15 @@ class DraftCosts:
     """What the drafts of one drafter take and win. serial: its tokens cost one after the other.
 
     unread: tokens of a prompt that it reads before it proposes. pace: seconds that each of these took last. failed:
-    proposals in vain, in a row. resting: steps until it is considered again, and why. unasked: steps since it proposed.
+    proposals in vain, in a row. resting: steps until it is considered again, and why. idle_steps: steps
+    since it proposed.
     """
 
     def __init__(self, serial: bool, hope: float) -> None:
         self.acceptance = Acceptance(hope)
         self.serial = serial
         self.unread, self.pace = 0, 0.0
-        self.failed = self.resting = self.unasked = 0
+        self.failed = self.resting = self.idle_steps = 0
         self.why = ""
         self._times: deque[float] = deque(maxlen=SAMPLES)
         self._counts: deque[int] = deque(maxlen=SAMPLES)
@@ -243,7 +244,7 @@ class DraftCosts:
 
     def record(self, count: int, seconds: float) -> None:
         """Note a proposal of `count` tokens."""
-        self.unasked = 0
+        self.idle_steps = 0
         if count:
             self._counts.append(count)
         if self.unread:
@@ -254,7 +255,7 @@ class DraftCosts:
 
     def rest(self, steps: int) -> None:
         """Note steps, whoever drafted for them."""
-        self.unasked += steps
+        self.idle_steps += steps
         self.resting = max(0, self.resting - steps)
 
     def length(self, limit: int) -> int:

@@ -403,7 +403,7 @@ class Controller(Controls):
         average = self._average(drafter)
         if self._best(average, self._widths, drafter.seconds).rows == 1:
             return 0.0
-        hoped = FADE**drafter.unasked  # an expensive drafter is tried again some day
+        hoped = FADE**drafter.idle_steps  # an expensive drafter is tried again some day
         best = self._best(average, self._widths, lambda count: hoped * drafter.seconds(count))
         return best.rate if best.rows > 1 else 0.0
 

@@ -12,10 +12,10 @@ from ..arrays import Floats, Int32s
 from ..errors import DraftError
 from ..state.session import SavedDraft
 from . import tree
-from .asked import MAX_BAD, AskedDrafter
 from .base import Drafter, FeatureRows
 from .decision import Controls
 from .draft import Draft, DraftStats
+from .guarded import MAX_BAD, GuardedDrafter
 
 ANOTHER = "drafting for another text"
 """Why drafters that serve one text at a time do not draft for this one."""
@@ -49,7 +49,7 @@ class Speculator:
 
     def __init__(
         self,
-        drafters: Sequence[Drafter | AskedDrafter],
+        drafters: Sequence[Drafter | GuardedDrafter],
         controls: Controls,
         *,
         n_vocab: int,
@@ -63,7 +63,7 @@ class Speculator:
         self.resting: str | None = None
         self.nested = nested
         self._total, self._last = total or DraftStats(), DraftStats()
-        self._all = [one if isinstance(one, AskedDrafter) else AskedDrafter(one) for one in drafters]
+        self._all = [one if isinstance(one, GuardedDrafter) else GuardedDrafter(one) for one in drafters]
         for one in self._all:
             one.attach(self)
         self._n_vocab = n_vocab
@@ -110,22 +110,22 @@ class Speculator:
         return self._refusal
 
     @property
-    def asked(self) -> Sequence[AskedDrafter]:
+    def active(self) -> Sequence[GuardedDrafter]:
         """The drafters with their bookkeeping that are asked, or rest: for another speculator that asks them too."""
         return tuple(one for one in self._all if not one.failed)
 
     @property
     def drafters(self) -> tuple[Drafter, ...]:
         """The drafters that are asked, or rest. The others are closed, or will be."""
-        return tuple(one.drafter for one in self.asked)
+        return tuple(one.drafter for one in self.active)
 
     @property
     def types(self) -> tuple[str, ...]:
         """Their names."""
-        return tuple(one.name for one in self.asked)
+        return tuple(one.name for one in self.active)
 
     @property
-    def _awake(self) -> Sequence[AskedDrafter]:
+    def _awake(self) -> Sequence[GuardedDrafter]:
         """The drafters that are asked now."""
         return [one for one in self._all if not (one.failed or (one.lone and self.resting))]
 
@@ -137,7 +137,7 @@ class Speculator:
         """
         self._count_passed()
         self._idle = 0
-        lone = [one for one in self.asked if one.lone]
+        lone = [one for one in self.active if one.lone]
         if why_not is None:
             for one in lone:
                 one.move_to(self)
@@ -189,11 +189,11 @@ class Speculator:
         return None
 
     def _request(
-        self, one: AskedDrafter, text: Text, root: int, requested: int, instead: Collection[str]
+        self, one: GuardedDrafter, text: Text, root: int, requested: int, instead: Collection[str]
     ) -> Draft | None:
         """Return the part of one drafter's proposal that is worth verifying, or None."""
         tokens = text.tokens
-        one.unasked = 0  # it gets the target's rows from now on
+        one.idle_steps = 0  # it gets the target's rows from now on
         if one.drafter.wants and one.missing:
             return None
         limit = min(requested, text.room_ahead - 1)
@@ -346,11 +346,11 @@ class Speculator:
         self._cut(length)
 
     def state(self) -> list[SavedDraft]:
-        states = [one.state(self) for one in self.asked]
+        states = [one.state(self) for one in self.active]
         return [state for state in states if state is not None]
 
     def load(self, saved: Sequence[SavedDraft], tokens: Int32s) -> None:
-        for one in self.asked:
+        for one in self.active:
             one.load(self, saved, len(tokens))
 
     def _cut(self, length: int) -> None:

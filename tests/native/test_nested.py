@@ -217,7 +217,7 @@ def test_an_interrupt_leaves_nothing_of_a_sketch(nested: Any, prompt: list[int])
         length = inside(llm).session.length
         assert inside(llm).session.ahead == 0
         assert inside(llm).session.tokens.tolist() == [*begins, *first[1:]][:length] or length > len(begins) + 1
-        assert all(one.observed <= length for one in inside(llm).speculator.asked)
+        assert all(one.observed <= length for one in inside(llm).speculator.active)
         check_table(inside(llm).session.table)
     assert points > 3
     assert told(llm, prompt, 2, temp=0.0)[0] == first

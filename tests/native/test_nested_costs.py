@@ -15,10 +15,10 @@ import pytest
 from kvflash_ggml.llama import pool_drafter as pool_sketch
 from kvflash_ggml.llama.pool_drafter import Draw, PoolDrafter
 from kvflash_ggml.llama.speculating import HOPES, SERIAL
-from kvflash_ggml.spec.asked import AskedDrafter
 from kvflash_ggml.spec.base import Features
 from kvflash_ggml.spec.decision import WIDTHS, Controller
 from kvflash_ggml.spec.draft import Draft, chain
+from kvflash_ggml.spec.guarded import GuardedDrafter
 from kvflash_ggml.spec.loop import Speculator
 
 ROWS = [1, 4, 8, 16, 32]
@@ -117,7 +117,7 @@ class Pool(PoolDrafter):
 
 def test_the_pool_is_not_charged_for_a_prompt_that_it_need_not_read() -> None:
     llm: Any = Model(World("32K", 0.9, 0.0, 1))
-    pool, controls = AskedDrafter(PoolDrafter(llm)), Controller(serial=SERIAL, hopes=HOPES)
+    pool, controls = GuardedDrafter(PoolDrafter(llm)), Controller(serial=SERIAL, hopes=HOPES)
     for _ in range(3):
         controls.record(1, 0.1)
     for length in (5_000, 100_000):
@@ -139,7 +139,7 @@ def speed(
     nested = None
     if foreseen is not None:
         nested = Speculator([Source(world, seconds)], Controller(WIDTHS), **settings)
-    known = [] if nested is None else nested.asked
+    known = [] if nested is None else nested.active
     speculator = Speculator(
         [*known, Pool(llm, nested)], Controller(WIDTHS, serial=SERIAL, hopes=HOPES), nested=nested, **settings
     )

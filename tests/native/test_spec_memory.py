@@ -81,7 +81,7 @@ def within_a_block(llm: Any, prompt: list[int]) -> Any:
 
 
 def drafter_of(llm: Any) -> Any:
-    return inside(llm).speculator.asked[0].drafter
+    return inside(llm).speculator.active[0].drafter
 
 
 @every_kind

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from kvflash_ggml.errors import DecodeError, DraftError
-from kvflash_ggml.spec import asked
-from kvflash_ggml.spec.asked import AGAIN, MAX_BAD, UNASKED, WARM, AskedDrafter
+from kvflash_ggml.spec import guarded
 from kvflash_ggml.spec.base import Features
 from kvflash_ggml.spec.decision import Controller, Controls, Fixed
 from kvflash_ggml.spec.draft import Draft, chain
+from kvflash_ggml.spec.guarded import AGAIN, IDLE_STEPS, MAX_BAD, WARM, GuardedDrafter
 from kvflash_ggml.spec.loop import SpecStats, Speculator
 
 N_VOCAB, END = 100, 99
@@ -465,7 +465,7 @@ def test_one_that_is_not_asked_is_not_given_what_it_looks_at() -> None:
     one.evaluated(0, text.tokens, ahead=False)
     for _ in range(200):
         step()
-    assert seen == [0, *range(10, 10 + UNASKED)]
+    assert seen == [0, *range(10, 10 + IDLE_STEPS)]
     assert controls.behind == WARM, "what was not given is not read"
     seen.clear()
     controls.wanted = True
@@ -476,9 +476,9 @@ def test_one_that_is_not_asked_is_not_given_what_it_looks_at() -> None:
     assert drafted(one, text) == [1, ROOT, ROOT]
     one.verified([0], 4)
     controls.wanted = False
-    for _ in range(UNASKED + 40):
+    for _ in range(IDLE_STEPS + 40):
         step()
-    assert len(seen) == WARM + UNASKED
+    assert len(seen) == WARM + IDLE_STEPS
     seen.clear()
     at = len(text.tokens)
     one.evaluated(at, np.full(40, 3, np.int32), ahead=False)
@@ -543,7 +543,7 @@ def test_a_lone_drafter_is_lent_from_text_to_text() -> None:
     drafter.wants = Features((1,))  # type: ignore[misc]
     features = Rows()
     features.rows = np.zeros((40, 2), np.float32)
-    lone, own = AskedDrafter(drafter, lone=True), [Drafts(lambda *_: None, f"own {i}") for i in range(2)]
+    lone, own = GuardedDrafter(drafter, lone=True), [Drafts(lambda *_: None, f"own {i}") for i in range(2)]
     texts = [make(own[i], lone, features=features) for i in range(2)]
     texts[1].lend("another text has it")
     drafter.observe = lambda start, told, rows: seen.append((start, len(told)))  # type: ignore[method-assign]
@@ -604,7 +604,7 @@ def shared(count: int = 2) -> tuple[Remembers, list[Speculator], Callable[..., l
     """A lone drafter, texts that share it, and what takes a step of one at a position."""
     drafter, features = Remembers(tokens(1, 2, 3), "lone"), Rows()
     features.rows = np.zeros((40, 2), np.float32)
-    lone = AskedDrafter(drafter, lone=True)
+    lone = GuardedDrafter(drafter, lone=True)
     texts = [make(lone, features=features) for _ in range(count)]
     for text in texts[1:]:
         text.lend("drafting for another text")
@@ -626,7 +626,7 @@ def lend(texts: list[Speculator], to: int) -> None:
 
 def test_a_lone_drafter_keeps_a_bounded_amount_for_texts_that_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest states go first, whether they were left here or come with a text."""
-    monkeypatch.setattr(asked, "MAX_KEPT", 70)
+    monkeypatch.setattr(guarded, "MAX_KEPT", 70)
     drafter, texts, step = shared(4)
     for at in range(4):
         lend(texts, at)
@@ -687,7 +687,7 @@ def test_one_that_is_lent_is_asked_at_once() -> None:
     """Nobody was to be asked in the steps to come. It reads all of the text first, which is no drafting time."""
     drafter, controls = Drafts(tokens(1, 2, 3), "lone"), Fixed(4)
     controls.idle = lambda sources: 5 if not sources else 0  # type: ignore[method-assign]
-    one = make(AskedDrafter(drafter, lone=True), controls=controls)
+    one = make(GuardedDrafter(drafter, lone=True), controls=controls)
     one.lend("2 texts are decoded together")
     assert drafted(one) is None
     one.plain()

@@ -81,7 +81,7 @@ def make(*sources: Any, controls: Any = None) -> tuple[Speculator, Speculator, P
     settings: dict[str, Any] = {"n_vocab": 100, "ends": [99]}
     nested, pool, rows = Speculator(sources, Fixed(3), **settings), Pool("pool"), Rows()
     outer = Speculator(
-        [*nested.asked, pool] if controls else [pool, *nested.asked], controls or Fixed(4), features=rows,  # type: ignore[arg-type]
+        [*nested.active, pool] if controls else [pool, *nested.active], controls or Fixed(4), features=rows,  # type: ignore[arg-type]
         nested=nested, **settings,
     )  # fmt: skip
     outer.begin(4)

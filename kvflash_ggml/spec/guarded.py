@@ -1,4 +1,4 @@
-"""A drafter as the loop asks it: what it knows of the text, and calls that switch it off where they fail."""
+"""A drafter behind a guard: what it knows of the text, and calls that switch it off where they fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("kvflash_ggml")
 MAX_BAD = 3
 """Unverifiable drafts in a row after which a drafter is not asked any more; the same number of failed steps."""
 
-UNASKED = 64
+IDLE_STEPS = 64
 """Steps without a draft after which a drafter that was not asked gets no more of the target's rows: to read these takes
 time at each step.
 """
@@ -37,13 +37,14 @@ of 4,096 tokens a state of a 0.6B model has 470 MB.
 
 
 @dataclass(slots=True, eq=False)
-class AskedDrafter:
+class GuardedDrafter:
     """A drafter and its bookkeeping. Several speculators may ask it, each for a text of its own.
 
     lone: it drafts only for a text that is decoded alone, and follows the text of one speculator at a time. observed:
     tokens of the text that it has observed. read: length of the text when it was asked last. bad: unverifiable drafts
     in a row. why: the reason, once it is not asked any more. deciding: seconds that the last decision about its draft
-    took. unasked: steps without a draft since it was asked. missing: tokens whose rows it must get before it is asked.
+    took. idle_steps: steps without a draft since it was asked. missing: tokens whose rows it must get before it is
+    asked.
     """
 
     drafter: Drafter
@@ -53,7 +54,7 @@ class AskedDrafter:
     bad: int = 0
     why: str = ""
     deciding: float = 0.0
-    unasked: int = 0
+    idle_steps: int = 0
     missing: int = 0
     _text: ReferenceType[object] | None = None  # the speculator whose text a lone one follows
     _closed: bool = False
@@ -79,14 +80,14 @@ class AskedDrafter:
     @property
     def gets_rows(self) -> bool:
         """Whether it gets the target's rows of each step, if it wants any."""
-        return not self.failed and self.unasked <= UNASKED
+        return not self.failed and self.idle_steps <= IDLE_STEPS
 
     def wants_step(self, count: int, *, ahead: bool) -> bool:
         """Count a step of `count` tokens. Returns whether the drafter gets the target's rows of these tokens."""
         if count == 1:
-            self.unasked += 1
+            self.idle_steps += 1
         elif not ahead:
-            self.unasked = min(self.unasked, UNASKED - AGAIN)
+            self.idle_steps = min(self.idle_steps, IDLE_STEPS - AGAIN)
         if not self.gets_rows:
             self.missing = WARM
         return self.gets_rows and bool(self.drafter.wants)
@@ -173,7 +174,7 @@ class AskedDrafter:
         if left is not None:
             self._keep(left, leaves)
         self._call(self.drafter.truncate, 0)
-        self.observed = self.read = self.unasked = 0
+        self.observed = self.read = self.idle_steps = 0
         self.missing = WARM
         if saved is not None:
             self._take(saved)
