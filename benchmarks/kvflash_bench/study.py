@@ -194,7 +194,7 @@ def _heads(llm: Llama) -> Pairs | None:
     """The retrieval heads of the model, found now."""
     session = session_of(llm)
     assert session is not None
-    found = calibrate(llm._model, subject=of_llama(llm), settings=llm.context_params)
+    found = calibrate(llm._model, model_id=of_llama(llm), settings=llm.context_params)
     return found.among([layer.il for layer in session.engine.layers])
 
 

@@ -46,7 +46,7 @@ LISTED = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class ModelId:
     """A loaded model. An adapter (LoRA) does not count: its heads are the model's.
 
     identity: of its file, and of settings that change the attention of the same weights. title: a description that is
@@ -57,7 +57,7 @@ class Subject:
     title: str
 
 
-def of_llama(llm: Any) -> Subject:
+def of_llama(llm: Any) -> ModelId:
     """Return the identity of a model. llm: a `llama_cpp.Llama`. OSError or SnapshotError if its file is gone or was
     replaced.
     """
@@ -65,7 +65,7 @@ def of_llama(llm: Any) -> Subject:
     changed = _changed_settings(llm)
     if changed:
         identity += "-" + hashlib.sha256(repr(changed).encode()).hexdigest()[:8]
-    return Subject(identity, _title(llm.metadata, llm.n_vocab()))
+    return ModelId(identity, _title(llm.metadata, llm.n_vocab()))
 
 
 def rope(settings: Any) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class HeadScore:
 class Calibration:
     """The retrieval heads of a model.
 
-    model, title: its identity and title (see Subject). heads: the best ones, best first; none chosen: all count.
+    model, title: its identity and title (see ModelId). heads: the best ones, best first; none chosen: all count.
     agreed: how many of the chosen heads each document alone would have chosen too. None is for unknown values.
     """
 
@@ -127,7 +127,7 @@ class Calibration:
         return as_heads((layers.index(layer), head) for layer, head in self.chosen)
 
 
-def choose(measured: Measured, *, subject: Subject, layers: Sequence[int], shapes: Sequence[KeyShape]) -> Calibration:
+def choose(measured: Measured, *, model_id: ModelId, layers: Sequence[int], shapes: Sequence[KeyShape]) -> Calibration:
     """Choose at most MAX_HEADS heads, or none where no head finds the facts. layers: of the model, that are pooled."""
     heads = every_head(shapes)
     chosen = _best(measured)
@@ -146,12 +146,12 @@ def choose(measured: Measured, *, subject: Subject, layers: Sequence[int], shape
             )
         )
     return Calibration(
-        model=subject.identity,
+        model=model_id.identity,
         questions=measured.questions,
         tokens=measured.tokens,
         heads=tuple(found),
         agreed=agreed,
-        title=subject.title,
+        title=model_id.title,
     )
 
 
@@ -195,18 +195,18 @@ def read(path: Path) -> Calibration:
         raise ConfigError(f"{path} is no file of retrieval heads: make one with 'kvflash-run calibrate'") from err
 
 
-def load(path: Path, *, subject: Subject, layers: Sequence[int], shapes: Sequence[KeyShape]) -> Calibration:
+def load(path: Path, *, model_id: ModelId, layers: Sequence[int], shapes: Sequence[KeyShape]) -> Calibration:
     """Read a file. ConfigError if it is not a file of heads, is of another model, or names heads that this model does
     not pool.
 
     A file of the same model in another quantisation, or with other settings, is accepted: `Calibration.model` tells.
     """
     calibration = read(path)
-    if calibration.model != subject.identity and calibration.title != subject.title:
+    if calibration.model != model_id.identity and calibration.title != model_id.title:
         theirs = calibration.title or "another model"
         raise ConfigError(
-            f"{path} was made for {brief(theirs)} ({brief(calibration.model)}); this model is {brief(subject.title)}"
-            f" ({subject.identity}): make a file for it with 'kvflash-run calibrate'"
+            f"{path} was made for {brief(theirs)} ({brief(calibration.model)}); this model is {brief(model_id.title)}"
+            f" ({model_id.identity}): make a file for it with 'kvflash-run calibrate'"
         )
     sizes = {layer: shape.n_head for layer, shape in zip(layers, shapes, strict=True)}
     for layer, head in calibration.chosen:

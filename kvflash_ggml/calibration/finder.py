@@ -19,7 +19,7 @@ from ..sequence.sequence import Sequence
 from .choice import Calibration, heads_file, load, of_llama, save
 
 if TYPE_CHECKING:
-    from .measure import Pace
+    from .measure import Eta
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -38,7 +38,7 @@ class HeadFinder:
         self._session = session
         self._model = llm._model
         self._settings = llm.context_params
-        self._subject = of_llama(llm)
+        self._model_id = of_llama(llm)
         self._layers = [layer.il for layer in session.engine.layers]
         self._shapes = key_shapes(session.engine)
         self._stop = Event()
@@ -59,7 +59,7 @@ class HeadFinder:
             self._take(self._load(given))
             return
         with suppress(ConfigError):  # no file, or a damaged one: a calibration makes it
-            self._take(self._load(heads_file(self._subject.identity)))
+            self._take(self._load(heads_file(self._model_id.identity)))
 
     @property
     def heads(self) -> Pairs | None:
@@ -144,8 +144,8 @@ class HeadFinder:
             raise KeyboardInterrupt
 
     def _load(self, path: Path) -> Calibration:
-        found = load(path, subject=self._subject, layers=self._layers, shapes=self._shapes)
-        if found.model != self._subject.identity:
+        found = load(path, model_id=self._model_id, layers=self._layers, shapes=self._shapes)
+        if found.model != self._model_id.identity:
             logger.warning(
                 "the heads of %s were found on another file of this model, or with other settings: "
                 "'kvflash-run calibrate' finds them on this one",
@@ -173,15 +173,15 @@ class HeadFinder:
             self._ended.set()
 
     def _find(self) -> None:
-        from .measure import Pace  # here: most models find their heads in a file
+        from .measure import Eta  # here: most models find their heads in a file
         from .run import STEP, Stopped, calibrate
 
         try:
             found = calibrate(
                 self._model,
-                subject=self._subject,
+                model_id=self._model_id,
                 settings=self._settings,
-                progress=partial(self._report, Pace(STEP)),
+                progress=partial(self._report, Eta(STEP)),
                 stop=self._stop,
             )
         except Stopped:
@@ -195,9 +195,9 @@ class HeadFinder:
         if not found.chosen:
             logger.warning("all heads count for the policy: no head of this model finds what questions ask for")
         try:
-            save(found, heads_file(self._subject.identity))
+            save(found, heads_file(self._model_id.identity))
         except OSError as err:
-            folder = heads_file(self._subject.identity).parent
+            folder = heads_file(self._model_id.identity).parent
             logger.warning(
                 "the retrieval heads cannot be kept in %s (%s), so the next run finds them again: set KVFLASH_HEADS to"
                 " a folder that can be written",
@@ -206,9 +206,9 @@ class HeadFinder:
             )
         self._found = found
 
-    def _report(self, pace: Pace, done: int, total: int) -> None:
+    def _report(self, eta: Eta, done: int, total: int) -> None:
         self._idle.wait(BUSY)
-        self._expected = pace.seconds(done, total)
+        self._expected = eta.seconds(done, total)
         progress = self._progress
         if progress is not None:
             progress(done, total)

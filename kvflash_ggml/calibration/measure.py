@@ -147,7 +147,7 @@ def _asks(document: Document, tokenize: Tokenize, shift: int) -> Iterator[tuple[
             yield np.array(tokenize(question(words)), np.int32), asked, others
 
 
-class Pace:
+class Eta:
     """Estimates how long a measurement takes, from the finished steps.
 
     The first step does not count: it warms up everything that the others use. step: tokens of a step.

@@ -16,7 +16,7 @@ from ..logs import Progress
 from ..native import vocabulary
 from ..placement import memory
 from ..sequence.sidecar import Sidecar
-from .choice import Calibration, Subject, choose, rope
+from .choice import Calibration, ModelId, choose, rope
 from .measure import QUESTION_ROWS, TOKENS, measure
 
 logger = logging.getLogger("kvflash_ggml")
@@ -41,14 +41,14 @@ class Stopped(Exception):
 def calibrate(
     model: Any,
     *,
-    subject: Subject,
+    model_id: ModelId,
     settings: Any,
     progress: Progress = lambda done, total: None,
     stop: Event | None = None,
 ) -> Calibration:
     """Find the retrieval heads of a model.
 
-    model: a llama_cpp LlamaModel. subject: its identity. settings: llama_context_params for the number of threads, and
+    model: a llama_cpp LlamaModel. model_id: its identity. settings: llama_context_params for the number of threads, and
     for the encoding of positions. progress: tokens done, and in all, at every step.
 
     CalibrationError if the model cannot be calibrated. Stopped once `stop` is set.
@@ -78,7 +78,7 @@ def calibrate(
         lacking = vocabulary.incomplete(model.vocab)
         measured = measure(reader, lambda text: _tokenize(model, text, lacking), progress=reader.report)
         layers = [layer.il for layer in side.session.engine.layers]
-        return choose(measured, subject=subject, layers=layers, shapes=side.keys.shapes)
+        return choose(measured, model_id=model_id, layers=layers, shapes=side.keys.shapes)
     except CalibrationError:
         raise
     except FAILURES as err:  # a short context, no tokenizer, or no memory for a step

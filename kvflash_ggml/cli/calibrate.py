@@ -107,7 +107,7 @@ def _find(model: str, loading: WeightOptions, devices: DeviceOptions, log: LogOp
         Progress(shown=shown, doing="asking the model") as progress,
         load_model(model, loading=loading, devices=devices, verbose=log.verbose) as llm,
     ):
-        return find(llm._model, subject=of_llama(llm), settings=llm.context_params, progress=progress.update)
+        return find(llm._model, model_id=of_llama(llm), settings=llm.context_params, progress=progress.update)
 
 
 def finish(llm: Any, *, shown: bool) -> None:

@@ -20,7 +20,7 @@ from support.inside import inside
 from support.interrupter import signalled
 
 from kvflash_ggml.calibration import finder, run
-from kvflash_ggml.calibration.choice import Calibration, Subject, heads_file, load, of_llama, save
+from kvflash_ggml.calibration.choice import Calibration, ModelId, heads_file, load, of_llama, save
 from kvflash_ggml.calibration.run import Stopped, calibrate
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import CalibrationError, ConfigError, DecodeError, KVFlashError
@@ -29,7 +29,7 @@ from kvflash_ggml.placement.sizes import Device
 from kvflash_ggml.sequence import sidecar
 from kvflash_ggml.snapshot.fingerprint import ModelFile
 
-SUBJECT = Subject("x", "a model")
+MODEL_ID = ModelId("x", "a model")
 SETTINGS = {"n_ctx": 4096, "kvflash": 512, "kvflash_policy": "qk", "kvflash_tau": 16}
 
 
@@ -55,7 +55,7 @@ def dense(models: dict[str, Path]) -> Calibration:
 
     layers = int(os.environ.get("KVFLASH_TEST_GPU_LAYERS", "0"))
     with closing(Llama(str(models["dense"]), n_gpu_layers=layers, n_threads_batch=1, verbose=False)) as llm:
-        return calibrate(llm._model, subject=of_llama(llm), settings=llm.context_params)
+        return calibrate(llm._model, model_id=of_llama(llm), settings=llm.context_params)
 
 
 def answer(llm: Any, tokens: npt.NDArray[np.int32], count: int = 8) -> list[int]:
@@ -83,7 +83,7 @@ def test_heads_are_found_behind_the_first_answer_and_kept(
     assert heads is None or len(heads) <= 8
     path = heads_file(ModelFile(llm.model_path).identity())
     layers = [layer.il for layer in inside(llm).session.engine.layers]
-    known = load(path, subject=of_llama(llm), layers=layers, shapes=inside(llm).finder._shapes)
+    known = load(path, model_id=of_llama(llm), layers=layers, shapes=inside(llm).finder._shapes)
     assert known.questions == 48
     if kind == "dense":
         assert known == dense, "the same heads again, behind an answer and in a pool"
@@ -143,12 +143,12 @@ def test_a_file_of_another_quantisation_is_taken_with_a_warning(
 def test_positions_are_encoded_as_in_the_session(pooled: Callable[..., Any]) -> None:
     """And what was found with other settings is kept by itself."""
     usual, other = pooled("small"), pooled("small", rope_freq_base=500.0)
-    subjects = [of_llama(llm) for llm in (usual, other)]
-    assert subjects[0].identity == ModelFile(usual.model_path).identity()
-    assert subjects[0].identity != subjects[1].identity
-    assert subjects[0].title == subjects[1].title
-    assert of_llama(pooled("small", kv_overrides={"general.name": "x"})).identity != subjects[0].identity
-    heads = [calibrate(llm._model, subject=SUBJECT, settings=llm.context_params).heads for llm in (usual, other)]
+    ids = [of_llama(llm) for llm in (usual, other)]
+    assert ids[0].identity == ModelFile(usual.model_path).identity()
+    assert ids[0].identity != ids[1].identity
+    assert ids[0].title == ids[1].title
+    assert of_llama(pooled("small", kv_overrides={"general.name": "x"})).identity != ids[0].identity
+    heads = [calibrate(llm._model, model_id=MODEL_ID, settings=llm.context_params).heads for llm in (usual, other)]
     assert heads[0] != heads[1]
 
 
@@ -198,7 +198,7 @@ def test_it_can_be_stopped(pooled: Callable[..., Any]) -> None:
     stop = Event()
     stop.set()
     with pytest.raises(Stopped):
-        calibrate(llm._model, subject=SUBJECT, settings=llm.context_params, stop=stop)
+        calibrate(llm._model, model_id=MODEL_ID, settings=llm.context_params, stop=stop)
 
 
 def test_a_failure_is_said_once_and_all_heads_count(

@@ -370,12 +370,12 @@ def _check_small_pool(run: _Run, stock: Any) -> None:
 def _check_calibration(run: _Run) -> None:
     """Every question about one document instead of two is asked, and every head is measured."""
     from kvflash_ggml.calibration import choice, measure
-    from kvflash_ggml.calibration.choice import Subject
+    from kvflash_ggml.calibration.choice import ModelId
     from kvflash_ggml.calibration.run import calibrate
 
     measure.DOCUMENTS = 1
     heads = {(layer.il, head) for layer in inside(run.llm).session.engine.layers for head in range(layer.n_head)}
-    found = calibrate(run.llm._model, subject=Subject("", ""), settings=run.llm.context_params)
+    found = calibrate(run.llm._model, model_id=ModelId("", ""), settings=run.llm.context_params)
     assert found.questions == 24, f"calibration: {found.questions} questions"
     measured = {(x.layer, x.head) for x in found.heads}
     assert measured <= heads, f"calibration: heads that the model does not pool: {measured - heads}"

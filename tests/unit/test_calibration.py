@@ -15,7 +15,7 @@ import pytest
 from support.fake_llama import Stage, staged
 
 from kvflash_ggml.calibration import choice, measure
-from kvflash_ggml.calibration.choice import Calibration, Subject, choose, load, save
+from kvflash_ggml.calibration.choice import Calibration, ModelId, choose, load, save
 from kvflash_ggml.calibration.documents import FORMS, VALUES, compose, make_facts, question
 from kvflash_ggml.calibration.measure import documents
 from kvflash_ggml.cli.calibrate import table
@@ -26,7 +26,7 @@ from kvflash_ggml.policy.heads import every_head
 
 SHAPES = [KeyShape(n_head=4, n_head_kv=2, head=8, scale=1.0), KeyShape(n_head=4, n_head_kv=2, head=8, scale=1.0)]
 LAYERS = [3, 7]
-MODEL = Subject("1234", "llama Some, 8 layers")
+MODEL = ModelId("1234", "llama Some, 8 layers")
 
 
 class Words:
@@ -120,13 +120,13 @@ def test_the_head_that_finds_what_is_asked_for_is_chosen() -> None:
     assert result.score.argmax() == 0
     assert result.first[0] > 0.9
     assert result.control[1] > 0.02 > result.score[1] - 0.1
-    found = choose(result, subject=MODEL, layers=LAYERS, shapes=SHAPES)
+    found = choose(result, model_id=MODEL, layers=LAYERS, shapes=SHAPES)
     assert found.chosen == [(3, 0)]
     assert found.among(LAYERS).tolist() == [[0, 0]]
 
 
 def test_of_a_model_that_cannot_recall_all_heads_count() -> None:
-    found = choose(measured(found=0.0), subject=MODEL, layers=LAYERS, shapes=SHAPES)
+    found = choose(measured(found=0.0), model_id=MODEL, layers=LAYERS, shapes=SHAPES)
     assert found.chosen == []
     assert found.among(LAYERS) is None
     assert len(found.heads) == 8
@@ -136,7 +136,7 @@ def test_no_more_heads_than_help() -> None:
     n = len(every_head(SHAPES))
     scores = np.array([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2], np.float32)
     result = measure.Measured(scores, np.zeros(n, np.float32), np.ones(n, np.float32), 10, 1000)
-    chosen = choose(result, subject=MODEL, layers=LAYERS, shapes=SHAPES).chosen
+    chosen = choose(result, model_id=MODEL, layers=LAYERS, shapes=SHAPES).chosen
     assert chosen == [(3, 0), (3, 1), (3, 2), (3, 3), (7, 0), (7, 1)], "those below 0.4 of the best are left out"
 
 
@@ -145,7 +145,7 @@ def test_it_is_told_how_many_heads_each_document_alone_would_choose() -> None:
     assert [part.questions for part in result.alone] == [len(FORMS) * 2] * measure.DOCUMENTS
     assert sum(part.tokens for part in result.alone) == result.tokens
     np.testing.assert_allclose(np.mean([part.found for part in result.alone], axis=0), result.found, rtol=1e-5)
-    assert choose(result, subject=MODEL, layers=LAYERS, shapes=SHAPES).agreed == 1
+    assert choose(result, model_id=MODEL, layers=LAYERS, shapes=SHAPES).agreed == 1
 
     def means(*scores: float) -> measure.Measured:
         none = np.zeros(len(scores), np.float32)
@@ -153,7 +153,7 @@ def test_it_is_told_how_many_heads_each_document_alone_would_choose() -> None:
 
     first, second = means(0.9, 0.8, 0.5, 0, 0, 0, 0, 0), means(0.9, 0.8, 0.1, 0.6, 0, 0, 0, 0)
     whole = replace(means(0.9, 0.8, 0.4, 0.3, 0, 0, 0, 0), alone=(first, second))
-    found = choose(whole, subject=MODEL, layers=LAYERS, shapes=SHAPES)
+    found = choose(whole, model_id=MODEL, layers=LAYERS, shapes=SHAPES)
     assert (found.agreed, len(found.chosen)) == (2, 3)
     assert table(found)[-1] == "2 of these 3 would be chosen by each of the documents alone, too"
 
@@ -167,7 +167,7 @@ def test_a_short_context_is_refused() -> None:
 def test_the_time_is_told_from_the_second_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(measure.time, "monotonic", lambda: now)
-    told = measure.Pace(128)
+    told = measure.Eta(128)
     assert told.seconds(0, 1280) is None
     now += 30
     assert told.seconds(128, 1280) is None, "whatever has to be made ready first"
@@ -195,13 +195,13 @@ def test_progress_comes_to_its_end() -> None:
 
 @pytest.fixture
 def found() -> Calibration:
-    return choose(measured(), subject=MODEL, layers=LAYERS, shapes=SHAPES)
+    return choose(measured(), model_id=MODEL, layers=LAYERS, shapes=SHAPES)
 
 
 def test_a_file_brings_it_back(found: Calibration, tmp_path: Path) -> None:
     path = tmp_path / "heads" / "x.json"
     save(found, path)
-    assert load(path, subject=MODEL, layers=LAYERS, shapes=SHAPES) == found
+    assert load(path, model_id=MODEL, layers=LAYERS, shapes=SHAPES) == found
 
 
 def test_a_file_without_the_agreement_is_as_good(found: Calibration, tmp_path: Path) -> None:
@@ -210,37 +210,37 @@ def test_a_file_without_the_agreement_is_as_good(found: Calibration, tmp_path: P
     facts = json.loads(path.read_text())
     assert facts.pop("agreed") == 1
     path.write_text(json.dumps(facts))
-    old = load(path, subject=MODEL, layers=LAYERS, shapes=SHAPES)
+    old = load(path, model_id=MODEL, layers=LAYERS, shapes=SHAPES)
     assert old == replace(found, agreed=None)
     assert "documents" not in table(old)[-1]
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        load(tmp_path / "none", subject=MODEL, layers=LAYERS, shapes=SHAPES)
+        load(tmp_path / "none", model_id=MODEL, layers=LAYERS, shapes=SHAPES)
 
 
 def test_a_file_of_another_model(found: Calibration, tmp_path: Path) -> None:
     save(replace(found, title="llama Some\x1b[2J, 8 layers"), tmp_path / "x.json")
-    subject = Subject("5678", "qwen Other, 8 layers")
+    model_id = ModelId("5678", "qwen Other, 8 layers")
     with pytest.raises(ConfigError) as caught:
-        load(tmp_path / "x.json", subject=subject, layers=LAYERS, shapes=SHAPES)
+        load(tmp_path / "x.json", model_id=model_id, layers=LAYERS, shapes=SHAPES)
     for words in (r"llama Some\x1b[2J, 8 layers (1234)", "qwen Other, 8 layers (5678)", "kvflash-run calibrate"):
         assert words in str(caught.value)
     save(replace(found, title=None), tmp_path / "x.json")
     with pytest.raises(ConfigError, match=r"made for another model \(1234\)"):
-        load(tmp_path / "x.json", subject=subject, layers=LAYERS, shapes=SHAPES)
+        load(tmp_path / "x.json", model_id=model_id, layers=LAYERS, shapes=SHAPES)
 
 
 def test_a_file_of_the_same_model_in_another_quantisation(found: Calibration, tmp_path: Path) -> None:
     save(found, tmp_path / "x.json")
-    assert load(tmp_path / "x.json", subject=replace(MODEL, identity="5678"), layers=LAYERS, shapes=SHAPES) == found
+    assert load(tmp_path / "x.json", model_id=replace(MODEL, identity="5678"), layers=LAYERS, shapes=SHAPES) == found
 
 
 def test_a_file_whose_heads_are_not_in_the_pool(found: Calibration, tmp_path: Path) -> None:
     save(found, tmp_path / "x.json")
     with pytest.raises(ConfigError, match=r"head 3\.0, which this model does not have"):
-        load(tmp_path / "x.json", subject=MODEL, layers=[4, 7], shapes=SHAPES)
+        load(tmp_path / "x.json", model_id=MODEL, layers=[4, 7], shapes=SHAPES)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_a_damaged_file_is_refused(change: dict[str, Any], found: Calibration, t
     save(found, path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ConfigError, match="no file of retrieval heads"):
-        load(path, subject=MODEL, layers=LAYERS, shapes=SHAPES)
+        load(path, model_id=MODEL, layers=LAYERS, shapes=SHAPES)
 
 
 @pytest.mark.parametrize("head", [-1, 4, 10**12])
@@ -273,14 +273,14 @@ def test_a_head_out_of_range_is_refused(head: int, found: Calibration, tmp_path:
     facts["heads"][0]["head"] = head
     path.write_text(json.dumps(facts))
     with pytest.raises(ConfigError, match="does not have"):
-        load(path, subject=MODEL, layers=LAYERS, shapes=SHAPES)
+        load(path, model_id=MODEL, layers=LAYERS, shapes=SHAPES)
 
 
 @pytest.mark.parametrize("text", [b"", b"\xff", b"[]", b"null", b"{" * 100_000, b"[" * 100_000])
 def test_what_is_no_file_at_all_is_refused(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(text)
     with pytest.raises(ConfigError, match="no file of retrieval heads"):
-        load(tmp_path / "x", subject=MODEL, layers=LAYERS, shapes=SHAPES)
+        load(tmp_path / "x", model_id=MODEL, layers=LAYERS, shapes=SHAPES)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "too large"])
@@ -294,7 +294,7 @@ def test_what_is_no_ordinary_file_is_refused(kind: str, tmp_path: Path) -> None:
         with path.open("wb") as file:
             file.truncate(1 << 40)
     with pytest.raises(ConfigError, match=r"x is no file of retrieval heads.*kvflash-run calibrate"):
-        load(path, subject=MODEL, layers=LAYERS, shapes=SHAPES)
+        load(path, model_id=MODEL, layers=LAYERS, shapes=SHAPES)
 
 
 @pytest.fixture
