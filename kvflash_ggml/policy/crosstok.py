@@ -81,21 +81,21 @@ class TextReader:
         )
 
     def load(self, saved: DrafterState, tokens: Int32s) -> None:
-        bridge, text = saved.bridge, bytearray()
-        if bridge is None or len(bridge.ends) > len(tokens) or len(bridge.drafted_ends) != len(saved.text):
+        alignment, text = saved.alignment, bytearray()
+        if alignment is None or len(alignment.ends) > len(tokens) or len(alignment.drafted_ends) != len(saved.text):
             logger.warning("the drafter reads the text again: it was saved with another tokenizer")
             return
-        tokens = tokens[: len(bridge.ends)]
+        tokens = tokens[: len(alignment.ends)]
         ends = []
         for token in tokens.tolist():
             text += self._spelled(token)
             ends.append(len(text))
-        final = self._opening <= bridge.settled <= len(saved.text)
-        if not final or ends != bridge.ends.tolist() or not self.window.load(saved):
+        final = self._opening <= alignment.settled <= len(saved.text)
+        if not final or ends != alignment.ends.tolist() or not self.window.load(saved):
             return
         self._tokens, self._ends, self.text = tokens, ends, text
-        self.drafted, self.drafted_ends = saved.text.tolist(), bridge.drafted_ends.tolist()
-        self._settled = bridge.settled
+        self.drafted, self.drafted_ends = saved.text.tolist(), alignment.drafted_ends.tolist()
+        self._settled = alignment.settled
 
     def close(self) -> None:
         self._drafter.close()

@@ -137,13 +137,13 @@ class Window:
         self._text, self.base = np.empty(0, np.int32), 0
         self._drafter.truncate(0)
 
-    def state(self, bridge: TokenAlignment | None = None) -> DrafterState:
+    def state(self, alignment: TokenAlignment | None = None) -> DrafterState:
         """Return the text and the drafter's memory, to be released."""
         return DrafterState(
             source=self._drafter.identity,
             text=self._text,
             base=self.base,
-            bridge=bridge,
+            alignment=alignment,
             session=self._drafter.state(),
         )
 

@@ -265,14 +265,14 @@ def _write_reader(writer: Writer, reader: DrafterState) -> dict[str, Any]:
     """Write the part of a policy's drafter, and return its facts."""
     with writer.part(DRAFTER):
         writer.section("text", reader.text.astype("<i4"))
-        if reader.bridge is not None:
-            writer.section("ends", reader.bridge.ends.astype("<i8"))
-            writer.section("drafted ends", reader.bridge.drafted_ends.astype("<i8"))
+        if reader.alignment is not None:
+            writer.section("ends", reader.alignment.ends.astype("<i8"))
+            writer.section("drafted ends", reader.alignment.drafted_ends.astype("<i8"))
         session = reader.session
         assert isinstance(session, SessionState), "what is written is in memory"
         facts = write_sections(writer, session)
         writer.pages("pages", (session.heap.bytes_of(page) for page in session.pages))
-    settled = None if reader.bridge is None else reader.bridge.settled
+    settled = None if reader.alignment is None else reader.alignment.settled
     return {**facts, "source": reader.source, "base": reader.base, "bridge": settled}
 
 
@@ -283,16 +283,16 @@ def _read_reader(container: Container, length: int) -> DrafterState:
         raise container.contradiction("drafter")
     part = container.part(DRAFTER, facts)
     most = MAX_SPELLED * (length + 1)
-    bridge = None
+    alignment = None
     if facts.get("bridge") is not None:
-        bridge = TokenAlignment(
+        alignment = TokenAlignment(
             ends=part.section("ends").array("<i8", most=length).astype(np.int64),
             drafted_ends=part.section("drafted ends").array("<i8", most=most).astype(np.int64),
             settled=count(part, "bridge"),
         )
     return DrafterState(
         source=fact(part, "source", str), text=part.section("text").array("<i4", most=most).astype(np.int32),
-        base=count(part, "base"), bridge=bridge, session=partial(_read_with_pages, part),
+        base=count(part, "base"), alignment=alignment, session=partial(_read_with_pages, part),
     )  # fmt: skip
 
 

@@ -122,14 +122,14 @@ class TokenAlignment:
 class DrafterState:
     """The drafter of a policy: its text in its own tokens, and its memory from token `base` on.
 
-    source: identifies its model. bridge: None with the target's tokenizer. session: the memory, or a function that
+    source: identifies its model. alignment: None with the target's tokenizer. session: the memory, or a function that
     reads it from a file.
     """
 
     source: str
     text: Int32s
     base: int
-    bridge: TokenAlignment | None
+    alignment: TokenAlignment | None
     session: SessionState | Callable[[PageHeap, Limits], SessionState]
 
     def open(self, heap: PageHeap, limits: Limits) -> SessionState:
