@@ -87,7 +87,7 @@ def _point(llm: Llama, text: np.ndarray, depth: int, plan: Depth) -> Point:
     _finish(llm)
     session = session_of(llm)
     chooser = session.scoring if session else None
-    looks, looked = (chooser.looks, chooser.seconds) if chooser else (0, 0.0)
+    looks, looked = (chooser.passes, chooser.seconds) if chooser else (0, 0.0)
     page_ins = session.paging.page_ins if session else 0
     began = time.perf_counter()
     for token in text[depth + 8 : depth + 8 + plan.decode]:
@@ -101,8 +101,8 @@ def _point(llm: Llama, text: np.ndarray, depth: int, plan: Depth) -> Point:
         prefill_tps=prefill,
         decode_tps=plan.decode / wall,
         policy=f"{view.policy}{EXACT if view.reading == 'exact' else ''}" if view else "-",
-        looks=chooser.looks - looks if chooser else 0,
-        look_ms=(chooser.seconds - looked) / max(1, chooser.looks - looks) * 1e3 if chooser else 0.0,
+        looks=chooser.passes - looks if chooser else 0,
+        look_ms=(chooser.seconds - looked) / max(1, chooser.passes - looks) * 1e3 if chooser else 0.0,
         page_ins=session.paging.page_ins - page_ins if session else 0,
         python_us=_python_us(llm, text[depth + 8 + plan.decode :][: plan.decode]) if session else None,
         page_outs=view.page_outs if view else 0,

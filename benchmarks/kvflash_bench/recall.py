@@ -237,4 +237,4 @@ def _counters(llm: Llama) -> tuple[int, int, float]:
     if session is None:
         return 0, 0, 0.0
     chooser = session.scoring
-    return session.paging.page_ins, chooser.looks if chooser else 0, chooser.seconds if chooser else 0.0
+    return session.paging.page_ins, chooser.passes if chooser else 0, chooser.seconds if chooser else 0.0

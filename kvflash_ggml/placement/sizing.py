@@ -236,11 +236,11 @@ def _state_size(model: Any, params: Any, slots: int) -> int:
     """Return the bytes of one more sequence beside a pool of this many slots: recurrent state, and sliding windows."""
     from ..native import measure
 
-    took = []
+    totals = []
     for count in (1, 2):
         several = copied(params, n_seq_max=count, kv_unified=True)
-        took.append(sum(need.kv for need in measure.measure(address(model), several, cells=slots).devices))
-    return took[1] - took[0]
+        totals.append(sum(need.kv for need in measure.measure(address(model), several, cells=slots).devices))
+    return totals[1] - totals[0]
 
 
 def halved(size: PoolSize, times: int, *, minimum: int) -> PoolSize:

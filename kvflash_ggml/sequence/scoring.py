@@ -74,7 +74,7 @@ class Scoring:
     """Runs a scorer, and keeps its scores until they are used.
 
     tau: see `Selection`. n_chunks: of the longest text. together: returns how many texts decode together now. pending:
-    scores not used yet. looks: how often chunks were scored, in `seconds` in all.
+    scores not used yet. passes: how often chunks were scored, in `seconds` in all.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Scoring:
         self._together = together
         self.selection = Selection(tau=tau, share=share, delay=DELAY if beside else 0)
         self.replays = Replays()
-        self.looks = 0
+        self.passes = 0
         self.seconds = 0.0
         self._engine = engine
         self._store = store
@@ -195,9 +195,9 @@ class Scoring:
         captured: how many of the newest tokens have captured queries, None for all that are kept. wanted: the request
         to the newest step, whose layer buffers held the chunks `seen`.
         """
-        self.looks += 1
+        self.passes += 1
         count = self._rows(len(tokens), rows, captured)
-        buffer = self._buffers[self.looks % len(self._buffers)]
+        buffer = self._buffers[self.passes % len(self._buffers)]
         ticket = self._engine.read_queries(buffer, np.sort(self._ring.rows_of(len(tokens), count))) if count else 0
         copy = buffer, self._ring.order
         later, masses = self.masses.read(wanted, seen)
@@ -267,12 +267,12 @@ class Scoring:
 
     def state(self, n_chunks: int) -> PolicyState:
         """Return the clock, the pending scores, and the statistics of the first chunks. Waits for the scores."""
-        looks = [future.result() for future in self.pending]
+        pending = [future.result() for future in self.pending]
         statistics = done(self._run(self._statistics, n_chunks).result())
         reader = self._run(self.scorer.reader_state).result() if isinstance(self.scorer, Reading) else None
         self._raise_failure()
         saved = self.blank_state()
-        saved.looks, saved.statistics, saved.reader = looks, statistics, reader
+        saved.pending, saved.statistics, saved.reader = pending, statistics, reader
         saved.found = self.replays.state()
         self.selection.write(saved)
         return saved
@@ -294,10 +294,10 @@ class Scoring:
         return PolicyState(
             name=self.scorer.name,
             tau=self.selection.tau,
-            since_look=0,
+            since_score=0,
             since_reselect=0,
             due=0,
-            looks=[],
+            pending=[],
             statistics=done(None),
         )
 
@@ -315,7 +315,7 @@ class Scoring:
             self.sealed(range(n_chunks))
         self.selection.load(saved)
         self.replays.load(saved.found if taken or statistics is None else ())  # otherwise other heads found them
-        self.pending.extend(done(scores) for scores in saved.looks)
+        self.pending.extend(done(scores) for scores in saved.pending)
 
     @property
     def workers(self) -> Sequence[Worker]:

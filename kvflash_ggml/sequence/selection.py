@@ -85,10 +85,10 @@ class Selection:
     def write(self, saved: PolicyState) -> None:
         """Write the clock to a policy's state."""
         saved.tau = self.tau
-        saved.since_look, saved.since_reselect, saved.due = self._since_score, self._since_move, self._due
+        saved.since_score, saved.since_reselect, saved.due = self._since_score, self._since_move, self._due
 
     def load(self, saved: PolicyState) -> None:
         """Continue from a policy's state."""
         if not self._fixed:
             self.tau = saved.tau
-        self._since_score, self._since_move, self._due = saved.since_look, saved.since_reselect, saved.due
+        self._since_score, self._since_move, self._due = saved.since_score, saved.since_reselect, saved.due

@@ -188,7 +188,7 @@ def _read_draft(part: Container, length: int) -> SavedDraft:
 KIND = "snapshot"
 DRAFTER = "drafter "
 
-MAX_LOOKS = 8
+MAX_PENDING = 8
 MAX_CHECKPOINTS = 1024
 MAX_LAYOUT = 1 << 20
 MAX_SPELLED = 64
@@ -230,11 +230,11 @@ def write_sections(writer: Writer, saved: SessionState) -> dict[str, Any]:
         "seed": saved.seed, "policy": None,
     }  # fmt: skip
     if policy is not None:
-        for i, scores in enumerate(policy.looks):
+        for i, scores in enumerate(policy.pending):
             writer.section(f"look {i}", np.empty(0) if scores is None else scores.astype("<f8"))
         facts["policy"] = {
-            "name": policy.name, "tau": policy.tau, "since_look": policy.since_look,
-            "since_reselect": policy.since_reselect, "due": policy.due, "looks": len(policy.looks),
+            "name": policy.name, "tau": policy.tau, "since_look": policy.since_score,
+            "since_reselect": policy.since_reselect, "due": policy.due, "looks": len(policy.pending),
             FOUND: write_replays(writer, policy.found),
         }  # fmt: skip
     return facts
@@ -369,17 +369,17 @@ def _policy(container: Container, length: int) -> PolicyState | None:
     if not isinstance(facts, dict) or not isinstance(facts.get("name"), str):
         raise container.contradiction("policy")
     part = container.part("", facts)
-    since_look, since_reselect, due = (
+    since_score, since_reselect, due = (
         count(part, name, least=-LARGEST) for name in ("since_look", "since_reselect", "due")
     )
     return PolicyState(
-        name=facts["name"], tau=count(part, "tau", least=1), since_look=since_look, since_reselect=since_reselect,
-        due=due, looks=[_look(part, i, length // CHUNK) for i in range(count(part, "looks", most=MAX_LOOKS))],
+        name=facts["name"], tau=count(part, "tau", least=1), since_score=since_score, since_reselect=since_reselect,
+        due=due, pending=[_scores(part, i, length // CHUNK) for i in range(count(part, "looks", most=MAX_PENDING))],
         statistics=done(None), found=[_read_replay(one, length) for one in _parts(part, FOUND, MAX_FOUND)],
     )  # fmt: skip
 
 
-def _look(container: Container, number: int, chunks: int) -> npt.NDArray[np.float32] | None:
+def _scores(container: Container, number: int, chunks: int) -> npt.NDArray[np.float32] | None:
     scores = container.section(f"look {number}").array("<f8", most=chunks)
     return scores.astype(np.float32) if len(scores) else None
 

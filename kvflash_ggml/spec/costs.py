@@ -270,7 +270,7 @@ class DraftCosts:
 class Budget:
     """The time that drafts may cost an answer, so that the bound of `Controller` holds. All times are seconds.
 
-    plain: time that plain decoding would have taken. took: time that the answer took. excess: what drafts cost beyond
+    plain: time that plain decoding would have taken. spent: time that the answer took. excess: what drafts cost beyond
     what they won. pending: time of the proposals of this step.
     """
 
@@ -279,7 +279,7 @@ class Budget:
 
     def begin(self) -> None:
         """Begin an answer."""
-        self.plain = self.took = self.excess = self.pending = 0.0
+        self.plain = self.spent = self.excess = self.pending = 0.0
 
     def left(self, step: float) -> float:
         """Return what the next step may cost beyond a plain `step`."""
@@ -291,10 +291,10 @@ class Budget:
         self.excess += self.pending if plain else seconds + self.pending - steps * step
         self.excess = max(self.excess, -EARNED * CREDIT * step)
 
-    def record_plain(self, plain: float, took: float | None = None) -> None:
-        """Note steps that plain decoding would have taken `plain` for. took: what they took, if not the same."""
+    def record_plain(self, plain: float, spent: float | None = None) -> None:
+        """Note steps that plain decoding would have taken `plain` for. spent: what they took, if not the same."""
         self.plain += plain
-        self.took += plain if took is None else took
+        self.spent += plain if spent is None else spent
 
 
 def expected(draft: Draft, acceptance: Shares) -> Shares:

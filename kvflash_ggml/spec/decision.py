@@ -188,7 +188,7 @@ class Controller(Controls):
 
     @property
     def speedup(self) -> float | None:
-        return self._budget.plain / self._budget.took if self._budget.took else None
+        return self._budget.plain / self._budget.spent if self._budget.spent else None
 
     def apart(self) -> None:
         self._rows = 0

@@ -187,16 +187,16 @@ class Replay:
 class PolicyState:
     """A policy and its clock, between two scoring passes.
 
-    looks: scores that were requested and not used yet, oldest first. statistics: of the sealed chunks; None if the
+    pending: scores that were requested and not used yet, oldest first. statistics: of the sealed chunks; None if the
     policy does not share them. reader: its drafter, if it has one. found: of the ends of prompts, newest last.
     """
 
     name: str
     tau: int
-    since_look: int
+    since_score: int
     since_reselect: int
     due: int
-    looks: list[Floats | None]
+    pending: list[Floats | None]
     statistics: Future[Statistics | None]
     reader: DrafterState | None = None
     found: Sequence[Replay] = ()
@@ -204,7 +204,7 @@ class PolicyState:
     def before(self, length: int) -> PolicyState:
         """Return the state for the text cut to `length` tokens, without statistics."""
         found = [one for one in self.found if one.start <= length]
-        blank = replace(self, since_look=0, since_reselect=0, due=0, looks=[], reader=None, found=found)
+        blank = replace(self, since_score=0, since_reselect=0, due=0, pending=[], reader=None, found=found)
         return replace(blank, statistics=done(None))
 
 
@@ -260,8 +260,8 @@ class SessionState:
     @property
     def own_size(self) -> int:
         """Bytes that no other text shares: all but page images, copies of state and statistics."""
-        looks, found = ((), ()) if self.policy is None else (self.policy.looks, self.policy.found)
-        arrays = [self.tokens, self.queries, self.logits, *looks]
+        pending, found = ((), ()) if self.policy is None else (self.policy.pending, self.policy.found)
+        arrays = [self.tokens, self.queries, self.logits, *pending]
         kept: int = sum(array.nbytes for array in arrays if array is not None)
         return kept + sum(one.size for one in self.drafts) + sum(one.size for one in found)
 

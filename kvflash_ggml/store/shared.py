@@ -451,8 +451,8 @@ class SharedTexts:
                 self._wait(size)
                 file.write(self._block(block, size))
                 left -= size
-        took = max(self._clock() - began, 1e-6)
-        self.rate = head.size / took if self.rate is None else self.rate + RATE_SHARE * (head.size / took - self.rate)
+        rate = head.size / max(self._clock() - began, 1e-6)
+        self.rate = rate if self.rate is None else self.rate + RATE_SHARE * (rate - self.rate)
 
     def _block(self, hash: str, size: int) -> bytes:
         name = f"blocks/{hash}"

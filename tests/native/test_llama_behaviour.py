@@ -121,10 +121,10 @@ def test_wrong_drafts_cost_no_looks(kind: str, llama: Any, tokens: Any) -> None:
     looks = []
     for llm in (plain, drafted):
         take(llm.generate(prompt, **GREEDY), 1)
-        before = inside(llm).session.scoring.looks
+        before = inside(llm).session.scoring.passes
         llm.n_tokens = len(prompt)
         take(llm.generate(prompt, **GREEDY), 200)
-        looks.append(inside(llm).session.scoring.looks - before)
+        looks.append(inside(llm).session.scoring.passes - before)
         assert inside(llm).session.paging.page_ins > 0
         assert len(llm.scores) == llm.n_batch, "logits of all tokens are kept"
     assert abs(looks[0] - looks[1]) <= 1
@@ -158,9 +158,9 @@ def test_more_wrong_drafts_than_queries_are_kept(llama: Any, tokens: Any) -> Non
     size = {"n_ctx": 2048, "n_batch": 128, "n_ubatch": 128, "kvflash": 512, "kvflash_policy": "qk", "kvflash_tau": 8}
     llm = llama(draft_model=wrong, kvflash_spec=SpecConfig(width=101), **size)
     take(llm.generate(tokens[:900].tolist(), **GREEDY), 40)
-    looks = inside(llm).session.scoring.looks
+    looks = inside(llm).session.scoring.passes
     assert take(llm.generate(llm.input_ids[: llm.n_tokens].tolist(), **GREEDY), 40)
-    assert inside(llm).session.scoring.looks - looks >= 40 // 2 - 1
+    assert inside(llm).session.scoring.passes - looks >= 40 // 2 - 1
 
 
 def test_a_stream_with_drafts_can_be_saved_at_any_token(llama: Any, tokens: Any) -> None:

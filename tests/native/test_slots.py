@@ -195,7 +195,7 @@ def test_short_prompts_that_wait_together_share_a_step(how: str, llama: Callable
             pieces = [[event for event in one.events if isinstance(event, Piece)] for one in asked]
             for slot in scheduler.slots:
                 scoring = slot.model._sequence.scoring  # type: ignore[attr-defined]
-                assert scoring.looks == 1 + (MOST - 1) // scoring.selection.interval, "at the prompt's end, and then"
+                assert scoring.passes == 1 + (MOST - 1) // scoring.selection.interval, "at the prompt's end, and then"
         return [[(one.token, one.logprob) for piece in mine for one in piece.logprobs] for mine in pieces]
 
     found, others = answered(prompts[:SLOTS]), answered([prompts[0], *prompts[SLOTS + 1 :]])

@@ -129,7 +129,7 @@ def looks_repeat(placed: Placed, llama: Make, tokens: Tokens) -> None:
             answer.append(token)
             if len(answer) == 80:
                 break
-        assert scoring.looks > 10
+        assert scoring.passes > 10
         assert llm.kvflash.page_ins > 0
         queries = np.empty(sum(int(np.prod(shape)) for shape in inside(llm).session.engine.query_shapes), np.float32)
         inside(llm).session.engine.wait(inside(llm).session.engine.read_queries(queries))

@@ -76,7 +76,7 @@ def test_what_fits_the_pool_is_not_streamed(world: Any) -> None:
 def test_one_look_at_the_end_decides_what_the_answer_begins_with(world: Any) -> None:
     session = world(scorer=Digest())
     extend(session, some(1500))
-    assert session.scoring.looks == 1
+    assert session.scoring.passes == 1
     assert session.paging.page_ins == 0
     assert session.relevance.rebuild
     extend(session, ints(1))
@@ -100,7 +100,7 @@ def test_of_a_longer_text_a_part_is_seen(scorer: Any, world: Any) -> None:
     if scorer is None:
         assert all(view[1:] == tuple(range(view[-1] - room + 2, view[-1] + 1)) for view in partial)
     else:
-        assert session.scoring.looks > 1
+        assert session.scoring.passes > 1
         assert any(view[1:] != tuple(range(view[-1] - room + 2, view[-1] + 1)) for view in partial), "by rank"
     whole = session.whole[:1500]
     assert whole[:700].all()
