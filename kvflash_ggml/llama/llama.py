@@ -46,7 +46,7 @@ from .reader import Reader
 from .samplers import chain_of
 from .saving import Saver
 from .stats import PoolStats
-from .tokenizer import IncrementalTokenizer
+from .tokenizer import IncrementalTokenizer, WholeTokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -247,10 +247,9 @@ class Llama(llama_cpp.Llama):
     def tokenizer_(self, tokenizer: Any) -> None:
         # upstream sets this between loading the model and making the context: the moment to size the pool
         if isinstance(tokenizer, LlamaTokenizer):
-            lacking = vocabulary.incomplete(self._model.vocab)
-            tokenizer = IncrementalTokenizer(
-                tokenizer, self._model.token_bos, n_vocab=self._model.n_vocab(), incomplete=lacking
-            )
+            lacking, bos = vocabulary.incomplete(self._model.vocab), self._model.token_bos
+            whole = WholeTokenizer(tokenizer, self._model.vocab, bos)
+            tokenizer = IncrementalTokenizer(whole, bos, n_vocab=self._model.n_vocab(), incomplete=lacking)
         self._tokenizer = tokenizer
         vision.open_projector(self, self._projector)
         if self._config is not None:

@@ -15,6 +15,25 @@ SHORT = 8
 """Lists up to this length are not worth remembering: a stream asks for single tokens between its growing text."""
 
 
+class WholeTokenizer:
+    """Upstream's tokenizer, for texts and pieces of any length. vocab: llama.cpp's pointer."""
+
+    def __init__(self, tokenizer: Any, vocab: Any, bos: Callable[[], int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab = vocab
+        self._bos = bos
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = True) -> list[int]:
+        return vocabulary.tokenize(self._vocab, text, add_special=add_bos, parse_special=special)
+
+    def detokenize(self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False) -> bytes:
+        text = b"".join(vocabulary.piece(self._vocab, token, special=special) for token in tokens)
+        return text.removeprefix(b" ") if tokens and tokens[0] == self._bos() else text
+
+
 class IncrementalTokenizer:
     """Wraps a tokenizer whose text is the concatenation of its tokens' pieces, as llama.cpp's is.
 

@@ -1,7 +1,8 @@
-"""Which texts a model's tokenizer takes. llama.cpp ends the process at others."""
+"""Tokens of a text, and the text of a token. At texts that a vocabulary cannot spell llama.cpp ends the process."""
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 from ..errors import ConfigError
@@ -45,3 +46,32 @@ def check(text: bytes, tokens: frozenset[bytes] | None) -> None:
                 f"this model's vocabulary has no token for {letter!a}, nor for its bytes: leave it out, or convert "
                 "the model with its tokenizer"
             )
+
+
+def tokenize(vocab: Any, data: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
+    """Return the tokens of a text that `check` lets pass. vocab: llama.cpp's pointer.
+
+    Upstream makes room for as many tokens as the model was trained on, and takes a second pass for more.
+    """
+    import llama_cpp
+
+    size = len(data) + 2  # a token has a byte, but for those that mark the ends
+    while True:
+        tokens = (llama_cpp.llama_token * size)()
+        count = llama_cpp.llama_tokenize(vocab, data, len(data), tokens, size, add_special, parse_special)
+        if count >= 0:
+            return tokens[:count]
+        size = -count
+
+
+def piece(vocab: Any, token: int, *, special: bool) -> bytes:
+    """Return the text of a token that the vocabulary has. Upstream leaves out pieces of more than 32 bytes."""
+    import llama_cpp
+
+    size = 64
+    while True:
+        buffer = (ctypes.c_char * size)()
+        count = llama_cpp.llama_token_to_piece(vocab, token, buffer, size, 0, special)
+        if count >= 0:
+            return buffer.raw[:count]
+        size = -count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -185,19 +184,8 @@ class LlamaPrompts:
         return self._tokenize(data, adds, parse_special)
 
     def _tokenize(self, data: bytes, add_special: bool, parse_special: bool) -> list[int]:
-        """In one pass: upstream's takes a second one where a text has more tokens than the model's context."""
-        import llama_cpp
-
         vocabulary.check(data, self._incomplete)
-        size = len(data) + 2  # a token has a byte, but for those that mark the ends
-        while True:
-            tokens = (llama_cpp.llama_token * size)()
-            count = llama_cpp.llama_tokenize(
-                self._model.vocab, data, len(data), tokens, size, add_special, parse_special
-            )
-            if count >= 0:
-                return tokens[:count]
-            size = -count
+        return vocabulary.tokenize(self._model.vocab, data, add_special=add_special, parse_special=parse_special)
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         text = b"".join(map(self._piece, tokens))
@@ -205,18 +193,9 @@ class LlamaPrompts:
         return text.removeprefix(b" ") if tokens and tokens[0] == self._llm.token_bos() else text
 
     def _piece(self, token: int) -> bytes:
-        import llama_cpp
-
         piece = self._pieces.get(token, b"" if token < 0 else None)  # a row of an image has no text
         if piece is None:
-            size = 64
-            while True:
-                buffer = (ctypes.c_char * size)()
-                count = llama_cpp.llama_token_to_piece(self._model.vocab, token, buffer, size, 0, True)
-                if count >= 0:
-                    break
-                size = -count
-            piece = self._pieces[token] = buffer.raw[:count]
+            piece = self._pieces[token] = vocabulary.piece(self._model.vocab, token, special=True)
         return piece
 
     def check_grammar(self, grammar: Grammar | str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,27 @@ def test_a_text_that_a_vocabulary_cannot_spell(text: Any, wordy: Any) -> None:
             with pytest.raises(ConfigError, match=why):
                 ask(text)
     assert wordy.create_completion("Hello there", max_tokens=1)["choices"]
+
+
+def test_a_long_piece_is_no_empty_one(models: dict[str, Path], tmp_path: Path) -> None:
+    """Upstream leaves out what has more than 32 bytes: in code, the line ends before deep indents."""
+    from kvflash_ggml import Llama
+
+    def change(fields: dict[str, Field]) -> None:
+        texts = [token.encode() for token in fields[NAMES].value]
+        texts[400] = b"-" * 80
+        raw = struct.pack("<IQ", 8, len(texts)) + b"".join(struct.pack("<Q", len(text)) + text for text in texts)
+        fields[NAMES] = Field(NAMES, 9, raw)
+
+    with closing(Llama(str(rewritten(models["dense"], tmp_path / "long.gguf", change)), vocab_only=True)) as llm:
+        for tokens in ([400], [400] * 20):  # a short list is not remembered
+            assert llm.detokenize(tokens) == b"-" * 80 * len(tokens) == LlamaPrompts(llm).detokenize(tokens)
+
+
+def test_a_text_takes_no_more_room_than_it_has(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that names a trained length of 2 G tokens takes upstream 8 GiB for each text."""
+    monkeypatch.setattr(llm._model, "n_ctx_train", pytest.fail)
+    assert llm.detokenize(llm.tokenize(b"a word", add_bos=False)) == b"a word"
 
 
 def test_a_token_is_asked_for_once(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
