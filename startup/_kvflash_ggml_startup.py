@@ -2,6 +2,8 @@
 
 llama-cpp-python is installed without a library of its own, so somebody must tell it where one is. Nothing but this
 file is loaded before llama_cpp is imported, and a llama_cpp that has a library, or was told of one, is left alone.
+
+The commands begin here too: nothing of theirs is imported before Ctrl-C ends the process without a traceback.
 """
 
 import sys
@@ -31,3 +33,27 @@ class BeforeLlamaCpp:
 
 
 sys.meta_path.insert(0, BeforeLlamaCpp())
+
+
+def _quietly(module, name):
+    """Import a command; meanwhile Ctrl-C ends the process at once, unless it is ignored, as below nohup."""
+    import importlib
+    import signal
+
+    asked = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if asked:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    command = getattr(importlib.import_module(module), name)
+    if asked:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return command
+
+
+def run():
+    """kvflash-run."""
+    return _quietly("kvflash_ggml.cli", "main")()
+
+
+def convert():
+    """kvflash-convert."""
+    return _quietly("kvflash_ggml.cli.convert", "convert")()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import termios
@@ -76,6 +77,32 @@ main(sys.argv[1:])
 def test_ctrl_c_while_it_imports(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", INTERRUPTED, module, "m.gguf"], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "")
+
+
+STARTED = """
+import os, signal, sys
+name, handler, folder = sys.argv[1:4]
+sys.argv[1:] = ["--version"]
+signal.signal(signal.SIGINT, getattr(signal, handler))
+sys.path.insert(0, folder)
+import _kvflash_ggml_startup
+
+class Finder:
+    def find_spec(self, wanted, *_):
+        if wanted == name:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+_kvflash_ggml_startup.run()
+"""
+
+
+@pytest.mark.parametrize("module", ["kvflash_ggml", "kvflash_ggml.config", "kvflash_ggml.cli.main"])
+@pytest.mark.parametrize(("handler", "code"), [("default_int_handler", -signal.SIGINT), ("SIG_IGN", 0)])
+def test_ctrl_c_while_the_command_begins(module: str, handler: str, code: int) -> None:
+    line = [sys.executable, "-c", STARTED, module, handler, str(Path(__file__).parents[2] / "startup")]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert (done.returncode, done.stderr, done.stdout != "") == (code, "", code == 0)
 
 
 @pytest.mark.parametrize(
