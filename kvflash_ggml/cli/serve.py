@@ -99,7 +99,7 @@ def serve(
     job = Job(settings=settings, opening=opening, server=server, log=log, template=server.template())
     with plain_errors(verbose=log.verbose):
         try:
-            from ..server.start import listen
+            from ..server.run import listen
         except ModuleNotFoundError as err:
             raise click.ClickException(
                 f"the server needs {err.name}, which is not installed: {pip_line.install('server')}"

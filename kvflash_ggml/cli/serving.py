@@ -174,7 +174,7 @@ def serve_model(
         KVFlashError, ValueError: a setting, the library or the file is not usable.
     """
     from ..server import requestlog
-    from ..server.start import start
+    from ..server.run import start
 
     settings, log = job.settings, job.log
     if not log.quiet:

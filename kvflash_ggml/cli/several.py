@@ -149,7 +149,7 @@ _CHILD = "import sys; sys.path[:] = {path!r}\nfrom kvflash_ggml.cli.several impo
 
 def main() -> None:
     """Serve the model that standard input names, until standard input ends. Print one line of JSON."""
-    from ..server.start import listen
+    from ..server.run import listen
 
     reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever prints must not be taken for a report

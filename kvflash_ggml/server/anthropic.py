@@ -162,7 +162,7 @@ def _tools(turns: Turns, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     for i, tool in enumerate(tools):
         if "input_schema" not in tool:
             if tool.get("type") in (None, "custom"):
-                raise invalid(f"tools.{i}.input_schema", f"tools.{i}.input_schema: it is missing")
+                raise invalid(f"tools.{i}.input_schema", "it is missing")
             turns.leave_out(f"tools.{kind_of(tool)}")
             continue
         if str(tool.get("name")) in names:

@@ -1,27 +1,29 @@
-"""`/v1/chat/completions`: turns messages into a prompt."""
+"""`/v1/chat/completions`: turns messages into a prompt, and an answer into OpenAI's chat objects."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from ..batching.messages import Image, Request
+from ..batching.messages import Event, Finished, Image, Logprob, Piece, Request, Started
 from ..chat.reader import Rendered
 from ..chat.values import ChatInput, Reasoning
 from . import bodies, schemas
-from .chat_answer import ChatAnswer
-from .errors import ApiError
+from .errors import ApiError, invalid
+from .exchange import ChoiceAnswer, dumps
 from .fields import note
 from .front import Front, several
 from .images import IMAGES, MARK, SOUND, Images
 from .schema import ChatRequest, Message, TemplateRequest, ToolChoice, text_of_content
 from .turns import text_of
+from .usage import heading, marked
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 """Of a tool. Formats of calls have marks behind a name, so a tool with another name is left out."""
@@ -53,11 +55,11 @@ async def prepared(
     kind: what the identifiers of the requests begin with.
     """
     if asked.top_logprobs is not None and not asked.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        raise invalid("top_logprobs", "it needs logprobs: true")
     formatted = _formatted(asked)
     called = asked.tool_choice == "required" or isinstance(asked.tool_choice, ToolChoice)
     if called and formatted:
-        raise ApiError(400, "a tool that must be called excludes a grammar and a JSON format", param="tool_choice")
+        raise invalid("tool_choice", "a tool that must be called excludes a grammar and a JSON format")
     note(http, _unheard(asked))
     note(http, [f"tools.{tool.function.name}" for tool in asked.tools or () if not _NAME.fullmatch(tool.function.name)])
     rendered, tokens, shared_until, images = await _prompt(front, http, asked)
@@ -82,8 +84,7 @@ def _unheard(asked: ChatRequest) -> list[str]:
     """Fields of the answer's beginning that ask for another one than it has: a last answer is always gone on with."""
     goes_on, begins = asked.continue_final_message, asked.add_generation_prompt
     if goes_on and begins:
-        message = "add_generation_prompt and continue_final_message exclude each other: leave the first one out"
-        raise ApiError(400, message, param="add_generation_prompt")
+        raise invalid("add_generation_prompt", "it excludes continue_final_message: leave it out")
     if _continued(asked.messages):
         return []
     ignored = [f"continue_final_message={goes_on}"] if goes_on else []
@@ -149,10 +150,10 @@ def _input(asked: ChatRequest | TemplateRequest, images: Images, *, formatted: b
     more = dict(asked.chat_template_kwargs or {})
     for name in more:
         if not name.isidentifier() or name in RENDERER:
-            raise ApiError(400, f"chat_template_kwargs: {name[:40]!r} cannot be given", param="chat_template_kwargs")
+            raise invalid("chat_template_kwargs", f"{name[:40]!r} cannot be given")
     continued = _continued(asked.messages)
     if continued and (len(messages) == 1 or messages[-2]["role"] == "assistant"):
-        raise ApiError(400, "messages: an answer that has begun follows a message it answers", param="messages")
+        raise invalid("messages", "an answer that has begun follows a message it answers")
     tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or () if _NAME.fullmatch(tool.function.name)]
     for i, tool in enumerate(tools):
         parameters = tool["function"].get("parameters", {})
@@ -174,9 +175,9 @@ def _answered(given: ChatInput, asked: ChatRequest, *, formatted: bool) -> ChatI
     named = asked.tool_choice.function.name if isinstance(asked.tool_choice, ToolChoice) else None
     choice = "required" if isinstance(asked.tool_choice, ToolChoice) else asked.tool_choice or "auto"
     if choice == "required" and not given.tools:
-        raise ApiError(400, "tool_choice asks for a call, and there are no tools", param="tool_choice")
+        raise invalid("tool_choice", "it asks for a call, and there are no tools")
     if named is not None and named not in {tool["function"]["name"] for tool in given.tools}:
-        raise ApiError(400, f"tool_choice names {named!r}, which is no tool", param="tool_choice")
+        raise invalid("tool_choice", f"it names {named!r}, which is no tool")
     reasoning: Reasoning = "none" if formatted or asked.reasoning_format == "none" else "auto"
     return replace(given, choice=choice, named=named, parallel=asked.parallel_tool_calls, reasoning=reasoning)
 
@@ -196,7 +197,7 @@ def _check_call(call: dict[str, Any], where: str) -> None:
     """ApiError for what is no call. Arguments may be an object, as templates want them."""
     function = call.get("function")
     if not isinstance(function, dict):
-        raise ApiError(400, "tool_calls: each has a function with a name and arguments", param="messages")
+        raise invalid(f"{where}.function", "it is an object with a name and arguments")
     text_of(call, "id", where, "")
     text_of(function, "name", f"{where}.function")
     if isinstance(function.get("arguments"), dict):
@@ -204,8 +205,7 @@ def _check_call(call: dict[str, Any], where: str) -> None:
     try:
         bodies.loads((text_of(function, "arguments", f"{where}.function", "") or "{}").encode())
     except bodies.Refused as err:
-        message = f"messages: the arguments of a tool call are refused: {err}"
-        raise ApiError(400, message, param="messages") from None
+        raise invalid(f"{where}.function.arguments", f"they are refused: {err}") from None
     except ValueError:  # a model may have written what is none
         pass
 
@@ -238,6 +238,82 @@ def _content(content: str | list[dict[str, Any]] | None, where: str, images: Ima
             )
         text = part.get("text", part.get("refusal"))
         if not isinstance(text, str):
-            raise ApiError(400, f"{where}: a part has no text", param=where)
+            raise invalid(where, "a part has no text")
         texts.append(text)
     return "".join(texts)
+
+
+class ChatAnswer(ChoiceAnswer):
+    """Events as OpenAI's chat objects: chunks of a stream, or one of the whole."""
+
+    def __init__(self, alias: str, id: str, asked: ChatRequest, rendered: Rendered, *, index: int) -> None:
+        super().__init__(asked, rendered.reader(), base=heading(id, "chat.completion", alias), index=index)
+        self._chunk = {**self._base, "object": "chat.completion.chunk"}
+        self._head = f'data: {dumps(self._chunk)[:-1]},"choices":[{{"index":{index},"delta":'
+
+    def choice(self, finished: Finished) -> dict[str, Any]:
+        return {
+            "index": self._index,
+            "message": self._said(finished).as_openai(),
+            "logprobs": _chat_logprobs(self._logprobs) if self._asked.logprobs else None,
+            "finish_reason": self._reason(finished),
+        }
+
+    def chunk(
+        self,
+        delta: dict[str, Any],
+        *,
+        logprobs: Sequence[Logprob] = (),
+        reason: str | None = None,
+        more: Mapping[str, Any] = MappingProxyType({}),
+    ) -> bytes:
+        probabilities = dumps(_chat_logprobs(logprobs)) if logprobs else "null"
+        rest = f",{dumps(more)[1:-1]}" if more else ""
+        choice = f'{dumps(delta)},"logprobs":{probabilities},"finish_reason":{json.dumps(reason)}'
+        return f"{self._head}{choice}}}]{rest}}}\n\n".encode()
+
+    def opening(self) -> bytes:
+        return self.chunk({"role": "assistant", "content": ""})
+
+    def frames(self, event: Event) -> Iterator[bytes]:
+        if isinstance(event, Started) and event.preview is not None:
+            yield self.chunk({}, more=marked(event.preview))
+        elif isinstance(event, Piece):
+            yield from self._piece(event.text, event.logprobs)
+        elif isinstance(event, Finished):
+            yield from self._piece("", (), end=True, stopped=event.reason == "stop")
+            yield self.chunk({}, reason=self._reason(event))
+
+    def failed(self, error: ApiError) -> bytes:
+        return b"".join(self._piece("", (), end=True)) + super().failed(error)
+
+    def _piece(
+        self, text: str, logprobs: Sequence[Logprob], *, end: bool = False, stopped: bool = False
+    ) -> Iterator[bytes]:
+        deltas = [delta.as_openai() for delta in self._reader.push(text, end=end, stopped=stopped)]
+        if logprobs and not deltas:
+            deltas = [{"content": ""}]
+        for i, delta in enumerate(deltas):
+            yield self.chunk(delta, logprobs=() if i else logprobs)
+
+    def _reason(self, finished: Finished) -> str:
+        """A function that the client has named is called anyway; so says OpenAI's API."""
+        called = self._reader.called and not isinstance(self._asked.tool_choice, ToolChoice)
+        return "tool_calls" if finished.reason == "stop" and called else finished.reason
+
+
+def _chat_logprobs(told: Sequence[Logprob]) -> dict[str, Any]:
+    return {
+        "content": [
+            {
+                **_token(one.piece, one.logprob),
+                "top_logprobs": [_token(piece, logprob) for _, piece, logprob in one.top],
+            }
+            for one in told
+        ],
+        "refusal": None,
+    }
+
+
+def _token(piece: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}

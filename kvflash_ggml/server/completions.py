@@ -40,10 +40,10 @@ async def completions(front: Front, http: HttpRequest) -> Response:
 
 def prompts_of(asked: CompletionRequest | RawRequest) -> list[Prompt]:
     """The prompts of a request. ApiError if it asks for more than MAX_ANSWERS answers."""
-    each = asked.n or 1
-    if len(asked.prompt) * each > MAX_ANSWERS:
-        message = f"{len(asked.prompt)} prompts with {each} answers each: {MAX_ANSWERS} answers at most in one request"
-        raise invalid("prompt", message)
+    count, each = len(asked.prompt), asked.n or 1
+    if count * each > MAX_ANSWERS:
+        why = f"{count} prompts with {each} answers each, and {MAX_ANSWERS} answers are the most in one request"
+        raise invalid("prompt", why)
     return asked.prompt
 
 
@@ -60,7 +60,7 @@ def prompt_tokens(front: Front, prompt: Prompt, suffix: str | None = None) -> li
     if suffix is not None:
         check_gap(front, "suffix")
         if not isinstance(prompt, str):
-            raise invalid("suffix", "suffix needs a prompt that is a text")
+            raise invalid("suffix", "it needs a prompt that is a text")
         return gap_tokens(front, prompt, suffix)
     tokens: list[int] = []
     for i, part in enumerate([prompt] if isinstance(prompt, str) else prompt):
@@ -119,7 +119,7 @@ def known_tokens(front: Front, tokens: list[int], where: str) -> list[int]:
     n_vocab = front.prompts.n_vocab
     if tokens and not (min(tokens) >= 0 and max(tokens) < n_vocab):
         wrong = str(next(token for token in tokens if not 0 <= token < n_vocab))[:20]
-        raise ApiError(400, f"{where}: {wrong} is no token: they are from 0 to {n_vocab - 1}", param=where)
+        raise invalid(where, f"{wrong} is no token: they are from 0 to {n_vocab - 1}")
     return tokens
 
 

@@ -12,7 +12,7 @@ from ..batching.messages import Access
 from ..batching.model import Residency
 from ..errors import KVFlashError
 from ..store.swapped import Conversation
-from .errors import ApiError
+from .errors import ApiError, invalid
 from .front import Front
 
 _OF_TEXT = {"length": 0, "chunks": 0, "resident": 0, "evicted_mass": None}
@@ -105,12 +105,11 @@ def _digest(conversation: Conversation | None) -> str | None:
     return hashlib.sha256(conversation.name.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def _range(data: Any) -> tuple[int, int]:
-    if isinstance(data, dict):
-        lo, hi = data.get("lo"), data.get("hi")
-        if type(lo) is type(hi) is int and 0 <= lo < hi:
-            return lo, hi
-    raise ApiError(400, "a pin is {lo, hi}: tokens from lo to before hi", param="lo")
+def _range(data: dict[str, Any]) -> tuple[int, int]:
+    lo, hi = data.get("lo"), data.get("hi")
+    if type(lo) is type(hi) is int and 0 <= lo < hi:
+        return lo, hi
+    raise invalid("lo", "a pin is {lo, hi}: tokens from lo to before hi")
 
 
 def _unknown(id: str) -> ApiError:

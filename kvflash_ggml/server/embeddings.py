@@ -87,7 +87,7 @@ async def rerank(front: Front, http: HttpRequest) -> Response:
     embedder = _embedder(front, ranks=True)
     documents = asked.documents if asked.texts is None else asked.texts
     if documents is None:
-        raise invalid("documents", "documents: it is missing")
+        raise invalid("documents", "it is missing")
     pairs = await front.work(http, _pairs, front, embedder, asked.query, documents)
     scores, count = [], 0
     for pair in pairs:
@@ -152,8 +152,7 @@ async def _embedded(
         tokens = await front.work(http, prompt_tokens, front, text)
         one = await _one(front, http, embedder, tokens[: embedder.most] if cut else tokens)
         if dimensions is not None and dimensions > len(one.values):
-            message = f"dimensions: {dimensions}, and this model has {len(one.values)}: ask for no more"
-            raise invalid("dimensions", message)
+            raise invalid("dimensions", f"{dimensions}, and this model has {len(one.values)}: ask for no more")
         values = one.values[:dimensions]
         found.append(values if dimensions is None else values / max(float(np.linalg.norm(values)), 1e-12))
         count += one.tokens
@@ -163,7 +162,7 @@ async def _embedded(
 async def _one(front: Front, http: HttpRequest, embedder: Embedder, tokens: list[int]) -> Embedded:
     """Evaluate a text between two answers, unless the client has left."""
     if not tokens:
-        raise invalid("input", "input: a text is empty")
+        raise invalid("input", "a text is empty")
     if await http.is_disconnected():
         raise ApiError(499, "the client has left", code="cancelled")
     try:

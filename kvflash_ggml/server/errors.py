@@ -107,9 +107,9 @@ class ApiError(Exception):
         return Response(json.dumps(body), self.status, headers, media_type="application/json")
 
 
-def invalid(param: str, message: str) -> ApiError:
+def invalid(param: str, why: str) -> ApiError:
     """The error for a field whose value cannot be used."""
-    return ApiError(400, message, code="invalid_value", param=param)
+    return ApiError(400, f"{param}: {why}", code="invalid_value", param=param)
 
 
 def from_failure(failed: messages.Failed, *, retry_after_s: float) -> ApiError:

@@ -160,7 +160,7 @@ class Front(Intake):
         """
         n_ctx, settings, pool = self.scheduler.model.n_ctx, self.settings, asked.kvflash
         if not tokens:
-            raise invalid("prompt", "the prompt is empty")
+            raise invalid("prompt", "it is empty")
         if len(tokens) + 1 > n_ctx:
             raise ApiError(
                 400,
@@ -177,13 +177,13 @@ class Front(Intake):
             wanted = min(wanted, settings.most_tokens)
         for lo, hi in pool.pins:
             if not 0 <= lo < hi <= len(tokens):
-                raise ApiError(400, f"kvflash.pins: [{lo}, {hi}) is no range of the prompt's {len(tokens)} tokens")
+                raise invalid("kvflash.pins", f"[{lo}, {hi}) is no range of the prompt's {len(tokens)} tokens")
         model = self.scheduler.model
         for name, value, possible in (
             ("reading", pool.reading, model.readings), ("answer", pool.answer, model.answers),
         ):  # fmt: skip
             if value is not None and value not in possible:
-                here = f"kvflash.{name} can be {' or '.join(possible)} here, not {value!r}"
+                here = f"it can be {' or '.join(possible)} here, not {value!r}"
                 raise invalid(f"kvflash.{name}", f"{here}: start the server with --kvflash-{name} {value}")
         if pool.reading == PREVIEW:
             _check_preview(asked, tokens, kind=kind, grammar=grammar)
@@ -219,7 +219,7 @@ class Front(Intake):
         for token, value in (asked.logit_bias or {}).items():
             number = token.isdecimal() and token.isascii()
             if number and (len(token) > 9 or int(token) >= self.prompts.n_vocab):
-                raise ApiError(400, f"logit_bias: {token[:20]!r} is no token", param="logit_bias")
+                raise invalid("logit_bias", f"{token[:20]!r} is no token")
             plain = partial(self.prompts.tokenize, add_special=False, parse_special=False)
             bias |= dict.fromkeys([int(token)] if number else plain(token), value)
         given = {name: getattr(asked, name) for name in SAMPLERS}
@@ -232,10 +232,10 @@ class Front(Intake):
         """Return a checked grammar for the form that a request asks for: its own, of its schema, any JSON, or none."""
         form, schema, text = asked.response_format, asked.json_schema, asked.grammar or None
         if form is not None and form.type != "text" and schema is not None:
-            raise ApiError(400, "json_schema and response_format exclude each other", param="json_schema")
+            raise invalid("json_schema", "it excludes response_format")
         if form is not None and form.type == "json_schema":
             if form.json_schema is None:
-                raise ApiError(400, "response_format.json_schema is missing", param="response_format")
+                raise invalid("response_format.json_schema", "it is missing")
             schema = form.json_schema.json_schema
         elif form is not None and form.type == "json_object":
             schema = form.json_object
@@ -243,7 +243,7 @@ class Front(Intake):
         if text is None and schema is None and not any_json:
             return None
         if text is not None and (schema is not None or any_json):
-            raise ApiError(400, "grammar and a JSON format exclude each other", param="grammar")
+            raise invalid("grammar", "it excludes a JSON format")
         return await self.work(http, self._grammar, text, schema)
 
     def _grammar(self, text: str | None, schema: dict[str, Any] | None) -> str:
@@ -303,7 +303,7 @@ def _check_preview(asked: _Sampled, tokens: Sequence[int], *, kind: str, grammar
     }
     for what, asked_for in refused.items():
         if asked_for:
-            refusal = f"kvflash.reading 'preview' answers from a part of the prompt, and not together with {what}"
+            refusal = f"'preview' answers from a part of the prompt, and not together with {what}"
             raise invalid("kvflash.reading", f"{refusal}: leave out one of them")
 
 

@@ -84,9 +84,12 @@ class Intake:
             self._fetches[client] -= fetches
             self._fetches += Counter()  # drops clients that fetch nothing
 
-    async def body(self, request: HttpRequest) -> Any:
-        """The JSON of a body. ApiError for one that is too large, too slow, or none."""
-        return await self.work(request, self.loads, await self.received(request))
+    async def body(self, request: HttpRequest) -> dict[str, Any]:
+        """The JSON object of a body. ApiError for a body that is too large, too slow, or none."""
+        data = await self.work(request, self.loads, await self.received(request))
+        if not isinstance(data, dict):
+            raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+        return data
 
     def loads(self, data: bytearray | bytes) -> Any:
         """The values of JSON that a client has sent. ApiError for too many, or for none."""

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from ..batching.messages import Access, Event, Finished, Logprob, Piece, Request
 from ..batching.slot import Slot
 from ..errors import KVFlashError
+from . import turns
 from .chat import render
 from .completions import check_gap, gap_tokens, known_tokens, prompt_tokens, prompts_of, text_of
 from .errors import ApiError, invalid
@@ -59,11 +60,8 @@ async def slot_action(front: Front, request: HttpRequest) -> Response:
         erased = await front.engine(lambda: scheduler.conversations.erase_running(access, slot))
         return JSONResponse({"id_slot": number, "n_erased": erased})
     if action not in ("save", "restore"):
-        raise ApiError(400, "action must be save, restore or erase", param="action")
-    data = await front.body(request)
-    name = data.get("filename") if isinstance(data, dict) else None
-    if not isinstance(name, str):
-        raise ApiError(400, "filename is missing", param="filename")
+        raise invalid("action", "it must be save, restore or erase")
+    name = turns.text_of(await front.body(request), "filename", "")
     if scheduler.folder is None:
         raise ApiError(501, "sessions are saved in --session-dir: start the server with it", code="no_session_dir")
     try:
@@ -108,8 +106,7 @@ async def detokenize(front: Front, http: HttpRequest) -> Response:
 def _detokenized(front: Front, asked: DetokenizeRequest) -> Response:
     limit = max(MOST_TOKENS, front.scheduler.model.n_ctx)
     if len(asked.tokens) > limit:
-        message = f"tokens: {len(asked.tokens)} tokens, and {limit} is the most that is written at once: split them"
-        raise invalid("tokens", message)
+        raise invalid("tokens", f"{len(asked.tokens)}, and {limit} is the most that is written at once: split them")
     return JSONResponse({"content": text_of(front, known_tokens(front, asked.tokens, "tokens"))})
 
 

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from .errors import ApiError
 from .intake import Intake
+from .turns import text_of
 
 MAX_TEXT = 256 << 10
 """Characters of a text. Rendering holds the interpreter meanwhile; the page shows a longer one as it is."""
@@ -30,10 +31,7 @@ def html(text: str) -> str:
 
 
 async def markdown(front: Intake, request: HttpRequest) -> Response:
-    data = await front.body(request)
-    text = data.get("text") if isinstance(data, dict) else None
-    if not isinstance(text, str):
-        raise ApiError(400, "the body is {text}: Markdown", param="text")
+    text = text_of(await front.body(request), "text", "")
     if len(text) > MAX_TEXT:
         raise ApiError(413, f"the text has {len(text)} characters, and {MAX_TEXT} is the most: show it as it is")
     return JSONResponse({"html": await front.work(request, html, text)})

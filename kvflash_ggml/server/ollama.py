@@ -148,7 +148,7 @@ async def generate(front: Front, http: HttpRequest) -> Response:
             messages[-1]["content"] = _seen(asked.images, asked.prompt)
         return await _chat(front, http, asked, {"messages": messages}, generate=True)
     if asked.images:
-        raise invalid("images", "images are part of a chat: leave out raw and suffix")
+        raise invalid("images", "they are part of a chat: leave out raw and suffix")
     raw = await front.work(http, _translated, front, http, RawRequest, asked, {"prompt": asked.prompt})
     tokens = await front.work(http, prompt_tokens, front, asked.prompt, asked.suffix or None)
     grammar = await front.format_grammar(http, raw)
@@ -244,7 +244,7 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
         isinstance(one, dict) and isinstance(one.get("function"), dict) for one in value or ()
     )
     if not valid:
-        raise invalid(where, f"{where}.tool_calls: each has a function with a name and arguments")
+        raise invalid(f"{where}.tool_calls", "each has a function with a name and arguments")
     return value or []
 
 

@@ -12,28 +12,26 @@ NAME = "kvflash_ggml.requests"
 logger = logging.getLogger(NAME)
 
 
-class RequestLog:
-    """`ended` goes to the scheduler."""
-
-    def ended(self, request: Request, usage: Usage, reason: str) -> None:
-        if not logger.isEnabledFor(logging.INFO):
-            return
-        made = usage.generated
-        line = {
-            "id": request.id,
-            "key": request.key[:8],
-            "prompt": usage.prompt,
-            "cached": usage.cached,
-            "generated": made,
-            "queue_ms": _ms(usage.queue_s),
-            "restore_ms": _ms(usage.restore_s),
-            "ttft_ms": _ms(usage.queue_s + usage.restore_s + usage.prompt_s),
-            "itl_ms": _ms(usage.generation_s / (made - 1)) if made > 1 else None,
-            "finish": reason,
-        }
-        if usage.missed is not None:
-            line["missed"] = f"message {usage.missed.message} differs from token {usage.missed.at_token} on"
-        logger.info("%s", json.dumps(line))
+def ended(request: Request, usage: Usage, reason: str) -> None:
+    """Log a request that the scheduler has taken."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    made = usage.generated
+    line = {
+        "id": request.id,
+        "key": request.key[:8],
+        "prompt": usage.prompt,
+        "cached": usage.cached,
+        "generated": made,
+        "queue_ms": _ms(usage.queue_s),
+        "restore_ms": _ms(usage.restore_s),
+        "ttft_ms": _ms(usage.queue_s + usage.restore_s + usage.prompt_s),
+        "itl_ms": _ms(usage.generation_s / (made - 1)) if made > 1 else None,
+        "finish": reason,
+    }
+    if usage.missed is not None:
+        line["missed"] = f"message {usage.missed.message} differs from token {usage.missed.at_token} on"
+    logger.info("%s", json.dumps(line))
 
 
 def refused(method: str, path: str, key: str, status: int) -> None:

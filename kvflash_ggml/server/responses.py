@@ -232,7 +232,7 @@ def _reasoning(item: dict[str, Any], where: str) -> str:
 def _objects(value: Any, where: str) -> list[dict[str, Any]]:
     if isinstance(value, list) and all(isinstance(one, dict) for one in value):
         return value
-    raise invalid(where, f"{where}: it must be a list of objects")
+    raise invalid(where, "it must be a list of objects")
 
 
 def _functions(turns: Turns, given: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Tool]]:

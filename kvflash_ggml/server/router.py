@@ -27,6 +27,7 @@ from .guard import OPEN_PATHS
 from .intake import KEY, TAKEN, Intake, disconnected
 from .model_folder import FolderModel
 from .run import run
+from .schema import _named
 from .settings import ServerSettings
 
 logger = logging.getLogger("kvflash_ggml")
@@ -77,7 +78,7 @@ class Router(Intake):
                 raise ApiError(503, "there is no model: put a .gguf file into the folder", code="no_models")
             return models[usual]
         if not isinstance(wanted, str):
-            raise invalid("model", "model must be a name")
+            raise invalid("model", f"it is {_named(wanted)}, and must be a text")
         found = models.get(wanted) or models.get(wanted.removesuffix(LATEST))
         if found is None:
             raise about.unknown(wanted, [*models])
@@ -182,22 +183,22 @@ async def _look(router: Router, request: HttpRequest) -> Response:
     return Forwarded(router, body, None, loaded.engine.port)
 
 
-async def _named(router: Router, request: HttpRequest) -> FolderModel:
+async def _model(router: Router, request: HttpRequest) -> FolderModel:
     asked = await router.body(request)
-    wanted = (asked.get("model") or asked.get("name")) if isinstance(asked, dict) else None
+    wanted = asked.get("model") or asked.get("name")
     if not wanted:
-        raise invalid("model", "model is missing: name one of /v1/models")
+        raise invalid("model", "it is missing: name one of /v1/models")
     return await router.model(request, wanted)
 
 
 async def _load(router: Router, request: HttpRequest) -> Response:
     router.admit()
-    async with router.engines.turn(await _named(router, request)):
+    async with router.engines.turn(await _model(router, request)):
         return JSONResponse({"success": True})
 
 
 async def _unload(router: Router, request: HttpRequest) -> Response:
-    return JSONResponse({"success": router.engines.unload((await _named(router, request)).name)})
+    return JSONResponse({"success": router.engines.unload((await _model(router, request)).name)})
 
 
 # --- what there is
@@ -239,7 +240,7 @@ async def _ps(router: Router, request: HttpRequest) -> Response:
 
 
 async def _show(router: Router, request: HttpRequest) -> Response:
-    model = await _named(router, request)
+    model = await _model(router, request)
     head, loaded = await router.head(request, model), _now(router, model.name)
     n_ctx = router.n_ctx or head.n_ctx if loaded is None else loaded.engine.n_ctx
     entry = await _tag(router, request, model)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Generator
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -25,13 +25,16 @@ from ..errors import ConfigError
 from ..store.objects import open_objects
 from ..store.shared import SharedTexts
 from ..store.swapped import ConversationFolder
+from . import requestlog
 from .app import make_app
 from .connection import bounded
 from .front import Front
 from .metrics import Metrics
-from .prompts import Embedder, Prompts
-from .requestlog import RequestLog
+from .prompts import Embedder, LlamaPrompts, Prompts
 from .settings import ServerSettings
+
+if TYPE_CHECKING:
+    from ..llama.llama import Llama
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -74,11 +77,11 @@ def serve(
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     system.allow_files()
-    metrics, log = Metrics(), RequestLog()
+    metrics = Metrics()
 
     def ended(*args: object) -> None:
         metrics.ended(*args)  # type: ignore[arg-type]
-        log.ended(*args)  # type: ignore[arg-type]
+        requestlog.ended(*args)  # type: ignore[arg-type]
 
     limits = Limits(
         most=settings.max_queue,
@@ -100,6 +103,24 @@ def serve(
         asyncio.run(_serve(Front(settings, scheduler, prompts, embedder), metrics, sock, ready, until))
     finally:
         scheduler.close()
+
+
+def start(
+    llm: Llama,
+    settings: ServerSettings,
+    sock: socket.socket,
+    *,
+    template: str | None,
+    found: Callable[[int], None],
+    ready: Callable[[str], None],
+    embedder: Embedder | None = None,
+    until: BinaryIO | None = None,
+) -> None:
+    """Serve a model with a pool until a signal ends it; the model is closed then. See `serve`."""
+    from ..batching.llama import LlamaModel
+
+    prompts = LlamaPrompts(llm, template)
+    serve(LlamaModel(llm), prompts, settings, sock, found=found, ready=ready, embedder=embedder, until=until)
 
 
 def listen(settings: ServerSettings) -> socket.socket:

@@ -517,4 +517,4 @@ def _unknown(asked: BaseModel, where: str) -> Iterator[tuple[str, Any]]:
 def _wrong(where: str, what: str, names: Mapping[str, str]) -> ApiError:
     first, dot, rest = where.partition(".")
     where = f"{names.get(first, first)}{dot}{rest}"
-    return invalid(where[:200], f"{where}: {what}"[:500])
+    return invalid(where[:200], what[:300])

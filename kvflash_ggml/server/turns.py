@@ -116,13 +116,15 @@ def _part(part: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def text_of(part: dict[str, Any], name: str, where: str, usual: str | None = None) -> str:
-    """A field that must be a text. usual: what it is where it is left out, or null; without that it must be there."""
+    """A field of an object that must be a text. usual: for one that is left out, or null; without it, it must be there.
+
+    where: the object is in the request; "" for the request.
+    """
     value = usual if part.get(name) is None else part[name]
     if isinstance(value, str):
         return value
-    where = f"{where}.{name}"
     why = "missing" if value is None else f"{_named(value)}, and must be a text"
-    raise invalid(where, f"{where}: it is {why}")
+    raise invalid(f"{where}.{name}" if where else name, f"it is {why}")
 
 
 def parts_of(value: Any, where: str) -> list[dict[str, Any]]:
@@ -133,16 +135,16 @@ def parts_of(value: Any, where: str) -> list[dict[str, Any]]:
         return [{"type": "text", "text": value}]
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         return value
-    raise invalid(where, f"{where}: it is {_named(value)}, and must be a text or a list of parts, which are objects")
+    raise invalid(where, f"it is {_named(value)}, and must be a text or a list of parts, which are objects")
 
 
 def role_of(message: dict[str, Any], where: str) -> str:
     """user, assistant, or system, which developer is too. ApiError for another role, and without content."""
     role = "system" if message.get("role") == "developer" else message.get("role")
     if role not in ("user", "assistant", "system"):
-        raise invalid(where, f"{where}.role: {str(role)[:40]!r}, and it must be user, assistant, system or developer")
+        raise invalid(f"{where}.role", f"{str(role)[:40]!r}, and it must be user, assistant, system or developer")
     if "content" not in message:
-        raise invalid(f"{where}.content", f"{where}.content: it is missing")
+        raise invalid(f"{where}.content", "it is missing")
     return str(role)
 
 

@@ -21,7 +21,7 @@ from support.fake_llama import REPLY, Stage, staged
 from kvflash_ggml.cli import hub as models
 from kvflash_ggml.cli.hub import HubModel, hub_model
 from kvflash_ggml.errors import HubError
-from kvflash_ggml.server import start
+from kvflash_ggml.server import run
 
 REPO = Hub.repo
 SMALL = b"GGUF" + bytes(4000)
@@ -414,8 +414,8 @@ def test_run_takes_a_model_of_a_hub(cli: Stage, hub: Hub, cache: Path) -> None:
 
 def test_serve_takes_a_model_of_a_hub(cli: Stage, hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(start, "start", lambda llm, settings, *_more, **_named: started.append(settings))
-    monkeypatch.setattr(start, "listen", lambda _settings: nullcontext())
+    monkeypatch.setattr(run, "start", lambda llm, settings, *_more, **_named: started.append(settings))
+    monkeypatch.setattr(run, "listen", lambda _settings: nullcontext())
     result = cli("serve", "-hf", f"{REPO}:Q2_K")
     assert result.exit_code == 0, result.output
     assert cli.settings["model_path"] == f"{snapshot(cache)}/model-Q2_K.gguf"

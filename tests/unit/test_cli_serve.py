@@ -22,7 +22,7 @@ from kvflash_ggml.cli.run import run
 from kvflash_ggml.cli.serve import serve as serving
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, HostMemoryError, UnsupportedModelError
-from kvflash_ggml.server import router, start
+from kvflash_ggml.server import router
 from kvflash_ggml.server import run as run_of
 from kvflash_ggml.server.settings import ServerSettings
 
@@ -61,8 +61,8 @@ def serve(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> Serving:
         serving.started.append(settings)
         found(2)
 
-    monkeypatch.setattr(start, "start", started)
-    monkeypatch.setattr(start, "listen", lambda _settings: nullcontext())
+    monkeypatch.setattr(run_of, "start", started)
+    monkeypatch.setattr(run_of, "listen", lambda _settings: nullcontext())
     return serving
 
 
@@ -183,7 +183,7 @@ def test_a_command_line_of_llama_server(serve: Serving, tmp_path: Path) -> None:
 
 def test_a_template_is_given_as_text(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[str | None] = []
-    monkeypatch.setattr(start, "start", lambda *_, template, **__: given.append(template))
+    monkeypatch.setattr(run_of, "start", lambda *_, template, **__: given.append(template))
     assert serve("m.gguf", "--chat-template", "{{ messages[0].content }}").exit_code == 0
     assert serve("m.gguf", "--chat-template", "chatml").exit_code == 0
     assert given == ["{{ messages[0].content }}", "chatml"]

@@ -393,7 +393,7 @@ def test_an_answer_leaves_one_line_also_where_it_fails(caplog: pytest.LogCapture
 
     caplog.set_level(logging.INFO, logger=requestlog.NAME)
     for model in (FakeModel(), FakeModel(on_step=fail)):
-        Server(model, on_end=requestlog.RequestLog().ended).post("/v1/completions", {"prompt": "x", "max_tokens": 1})
+        Server(model, on_end=requestlog.ended).post("/v1/completions", {"prompt": "x", "max_tokens": 1})
     assert [line["finish"] for line in lines(caplog)] == ["length", "internal_error"]
 
 

@@ -39,8 +39,7 @@ def test_an_answer_says_which_message_differs(parked: bool, caplog: pytest.LogCa
         return reply, bytes((await client.get("/metrics")).body).decode()
 
     caplog.set_level(logging.INFO, logger=requestlog.NAME)
-    log = requestlog.RequestLog()
-    server = Server(on_end=log.ended)
+    server = Server(on_end=requestlog.ended)
     reply, metrics = server.run(work)
     at = len(f"system: {SYSTEM['content']}\nuser: It is ")
     assert reply["kvflash"]["missed"] == {"at_token": at, "message": 1, "role": "user"}
