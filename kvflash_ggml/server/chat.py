@@ -144,7 +144,7 @@ RENDERER = frozenset(
 """What the renderer gives every template itself."""
 
 
-def _input(asked: ChatRequest | TemplateRequest, images: Images, *, formatted: bool = False) -> ChatInput:
+def _input(asked: TemplateRequest, images: Images, *, formatted: bool = False) -> ChatInput:
     """A request as a template takes it. images: gets its images. ApiError for what cannot be read, or asked for."""
     messages = [_message(message, i, images) for i, message in enumerate(asked.messages)]
     more = dict(asked.chat_template_kwargs or {})
@@ -167,7 +167,7 @@ def _input(asked: ChatRequest | TemplateRequest, images: Images, *, formatted: b
     elif effort is not None:
         more.setdefault("reasoning_effort", effort)
     given = ChatInput(messages=messages, tools=tools, enable_thinking=thinking, kwargs=more, continued=continued)
-    return given if isinstance(asked, TemplateRequest) else _answered(given, asked, formatted=formatted)
+    return _answered(given, asked, formatted=formatted) if isinstance(asked, ChatRequest) else given
 
 
 def _answered(given: ChatInput, asked: ChatRequest, *, formatted: bool) -> ChatInput:

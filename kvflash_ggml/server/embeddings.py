@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AfterValidator, Field, PlainValidator
+from pydantic import Field, PlainValidator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -18,7 +18,7 @@ from .completions import prompt_tokens
 from .errors import ApiError, invalid
 from .front import Front
 from .prompts import Embedded, Embedder
-from .schema import Prompt, Whole, _all, _Asked, _few, _prompts
+from .schema import Prompt, Whole, _Asked, _prompts
 
 MAX_TEXTS = 2048
 """In one request, as OpenAI has it."""
@@ -28,10 +28,6 @@ def _input(value: Any) -> list[Prompt]:
     if value == []:
         raise ValueError("it is an empty list, and must be a text or a list of texts or tokens")
     return _prompts(value, MAX_TEXTS)
-
-
-def _texts(value: list[str]) -> list[str]:
-    return _all(_few(value, MAX_TEXTS), str, "a text")
 
 
 Input = Annotated[list[Prompt], PlainValidator(_input)]
@@ -44,7 +40,7 @@ class EmbeddingsRequest(_Asked):
     user: str | None = None
 
 
-Documents = Annotated[list[Any], AfterValidator(_texts), Field(min_length=1)]
+Documents = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_TEXTS)]
 
 
 class RerankRequest(_Asked):

@@ -20,11 +20,12 @@ from pydantic import (
     PlainValidator,
     Strict,
     ValidationError,
+    create_model,
     model_validator,
 )
 
 from ..sampling import KNOWN, MAX_BREAKERS, Samplers, check_breakers, read_order
-from ..settings import settings
+from ..settings import Setting, settings
 from . import fields, schemas
 from .errors import ApiError, invalid
 
@@ -117,7 +118,7 @@ def _prompt(value: Any, where: str) -> Prompt:
             raise ValueError(f"{where} has multimodal_data, which only messages can have: send a chat")
         value = value.get("prompt_string", value.get("content"))
         if isinstance(value, list):
-            if any(part.get("type") != "text" for part in _content(value)):
+            if any(part.get("type") != "text" for part in _all(value, dict, "an object")):
                 raise ValueError(f"{where} has parts that are no text, which only messages can have: send a chat")
             value = text_of_content(value)
     if isinstance(value, list):
@@ -129,14 +130,6 @@ def _prompt(value: Any, where: str) -> Prompt:
     if not isinstance(value, str):
         raise ValueError(f"{where} is {_named(value)}, and must be a text or a list")
     return value
-
-
-def _content(value: Any) -> Any:
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError(f"it is {_named(value)}, and must be a text or a list of parts")
-    return _all(value, dict, "an object")
 
 
 def text_of_content(content: str | list[dict[str, Any]] | None) -> str:
@@ -245,44 +238,31 @@ def _order(value: Any) -> tuple[str, ...]:
     return read_order(value)
 
 
-def _sampler(name: str, *other: str) -> Any:
-    """A field of `Samplers`, with its bounds. other: names that other servers give it."""
-    one = SAMPLERS[name]
+_ALSO = {"typical_p": "typ_p", "repeat_penalty": "repetition_penalty", "mirostat": "mirostat_mode"}
+"""Names that other servers give samplers."""
+
+_READ = {"dry_sequence_breakers": _breakers, "samplers": _order}
+
+
+def _sampler(name: str, one: Setting) -> tuple[Any, Any]:
+    """A field of `Samplers`, with its bounds. Unset, it has the server's usual value."""
+    if name in _READ:
+        return Annotated[tuple[str, ...] | None, PlainValidator(_READ[name])], None
     above, least = (one.least, None) if one.above else (None, one.least)
-    return Field(None, gt=above, ge=least, le=one.most, validation_alias=AliasChoices(name, *other))
+    names = AliasChoices(name, *filter(None, [_ALSO.get(name)]))
+    kind = Whole if one.kind is int else one.kind
+    return kind | None, Field(None, gt=above, ge=least, le=one.most, validation_alias=names)
 
 
-class _Sampled(_Asked):
-    """What every request for an answer has. Unset values are the model's usual ones, llama.cpp's."""
+_FIELDS: Any = {name: _sampler(name, one) for name, one in SAMPLERS.items()}
+_Samplers: Any = create_model("_Samplers", __base__=_Asked, **_FIELDS)
+
+
+class _Sampled(_Samplers):  # type: ignore[misc]
+    """What every request for an answer has."""
 
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float | None = _sampler("temperature")
-    top_p: float | None = _sampler("top_p")
-    top_k: Whole | None = _sampler("top_k")
-    min_p: float | None = _sampler("min_p")
-    typical_p: float | None = _sampler("typical_p", "typ_p")
-    top_n_sigma: float | None = _sampler("top_n_sigma")
-    dynatemp_range: float | None = _sampler("dynatemp_range")
-    dynatemp_exponent: float | None = _sampler("dynatemp_exponent")
-    xtc_probability: float | None = _sampler("xtc_probability")
-    xtc_threshold: float | None = _sampler("xtc_threshold")
-    repeat_penalty: float | None = _sampler("repeat_penalty", "repetition_penalty")
-    frequency_penalty: float | None = _sampler("frequency_penalty")
-    presence_penalty: float | None = _sampler("presence_penalty")
-    repeat_last_n: Whole | None = _sampler("repeat_last_n")
-    dry_multiplier: float | None = _sampler("dry_multiplier")
-    dry_base: float | None = _sampler("dry_base")
-    dry_allowed_length: Whole | None = _sampler("dry_allowed_length")
-    dry_penalty_last_n: Whole | None = _sampler("dry_penalty_last_n")
-    dry_sequence_breakers: Annotated[tuple[str, ...] | None, PlainValidator(_breakers)] = None
-    mirostat: Whole | None = _sampler("mirostat", "mirostat_mode")
-    mirostat_tau: float | None = _sampler("mirostat_tau")
-    mirostat_eta: float | None = _sampler("mirostat_eta")
-    adaptive_target: float | None = _sampler("adaptive_target")
-    adaptive_decay: float | None = _sampler("adaptive_decay")
-    samplers: Annotated[tuple[str, ...] | None, PlainValidator(_order)] = None
-    min_tokens: Whole | None = _sampler("min_tokens")
     seed: Whole | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
     logit_bias: Annotated[dict[str, float] | None, PlainValidator(_bias)] = None
@@ -310,7 +290,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[str | list[dict[str, Any]] | None, PlainValidator(_content)] = None
+    content: str | Objects | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_call_id: str | None = None
@@ -346,18 +326,21 @@ class Tool(_Known):
     function: Function
 
 
-class ChatRequest(_Sampled):
+class TemplateRequest(_Asked):
     messages: Messages
+    tools: Tools | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+
+
+class ChatRequest(_Sampled, TemplateRequest):
     max_tokens: Whole = Field(
         -1, ge=-1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens", "n_predict")
     )
     logprobs: bool | None = None
     top_logprobs: Whole | None = Field(None, ge=0, le=20)
-    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
     reasoning_effort: str | None = Field(None, max_length=32)
     continue_final_message: bool | Literal["content", "reasoning_content"] | None = None
@@ -437,13 +420,6 @@ class TokenizeRequest(_Asked):
 
 class DetokenizeRequest(_Asked):
     tokens: Tokens
-
-
-class TemplateRequest(_Asked):
-    messages: Messages
-    tools: Tools | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None
 
 
 _KINDS = {
