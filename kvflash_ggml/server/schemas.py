@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..errors import ConfigError
@@ -37,51 +37,48 @@ def check(schema: Any, where: str) -> None:
     size = len(json.dumps(schema))
     if size > MAX_BYTES:
         raise _refused(where, f"has {size} bytes, and may have {MAX_BYTES}")
-    nodes = 0
-    stack: list[tuple[Any, int, bool]] = [(schema, 0, False)]
     references = []
-    while stack:
-        node, depth, named = stack.pop()  # named: the keys are somebody's names
-        nodes += 1
-        if nodes > MAX_NODES:
+    for nodes, (node, depth, _, named) in enumerate(_parts(schema)):
+        if nodes == MAX_NODES:
             raise _refused(where, f"has more than {MAX_NODES} parts")
         if depth > MAX_DEPTH:
             raise _refused(where, f"is nested more than {MAX_DEPTH} deep")
-        if isinstance(node, dict) and named:
-            stack += [(child, depth + 1, False) for child in node.values()]
-        elif isinstance(node, dict):
-            for name in _COUNTS:
-                count = node.get(name)
-                if isinstance(count, int) and count > MAX_REPEAT:
-                    raise _refused(where, f"has {name} = {count}, and {MAX_REPEAT} is the most")
-            pattern = node.get("pattern")
-            if isinstance(pattern, str):
-                _check_pattern(pattern, where)
-            if isinstance(node.get("$ref"), str):
-                references.append(node["$ref"])
-            stack += [(child, depth + 1, key in _NAMING) for key, child in node.items() if key not in _VALUES]
-        elif isinstance(node, list):
-            stack += [(child, depth + 1, False) for child in node]
+        if named or not isinstance(node, dict):
+            continue
+        for name in _COUNTS:
+            count = node.get(name)
+            if isinstance(count, int) and count > MAX_REPEAT:
+                raise _refused(where, f"has {name} = {count}, and {MAX_REPEAT} is the most")
+        if isinstance(pattern := node.get("pattern"), str):
+            _check_pattern(pattern, where)
+        if isinstance(reference := node.get("$ref"), str):
+            references.append(reference)
     sound: set[str] = set()
     for reference in references:
         sound |= _follow(schema, reference, where, sound)
 
 
+def _parts(schema: Any) -> Iterator[tuple[Any, int, int, bool]]:
+    """Each part of a schema: its depth, how many characters the names that lead to it have, and are its keys names?"""
+    stack = [(schema, 0, 0, False)]
+    while stack:
+        node, depth, path, named = part = stack.pop()
+        yield part
+        if isinstance(node, list):
+            stack += [(child, depth + 1, path, False) for child in node]
+        elif isinstance(node, dict):
+            stack += [
+                (child, depth + 1, path + len(key) * named, not named and key in _NAMING)
+                for key, child in node.items()
+                if named or key not in _VALUES
+            ]
+
+
 def work(schema: Any) -> int:
     """What a checked schema costs the converter: the square of an object's properties, and names within names."""
-    total, stack = 0, [(schema, 0)]
-    while stack:
-        node, path = stack.pop()
-        if isinstance(node, list):
-            stack += [(child, path) for child in node]
-        if not isinstance(node, dict):
-            continue
-        named = [node[key] for key in _NAMING if isinstance(node.get(key), dict)]
-        for names in named:
-            total += len(names) ** 2 * (path + _RULE)
-            stack += [(child, path + len(name)) for name, child in names.items()]
-        stack += [(child, path) for key, child in node.items() if key not in _NAMING and key not in _VALUES]
-    return total
+    return sum(
+        len(node) ** 2 * (path + _RULE) for node, _, path, named in _parts(schema) if named and isinstance(node, dict)
+    )
 
 
 def check_work(schemas: Iterable[Any], where: str) -> None:
