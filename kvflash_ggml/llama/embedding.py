@@ -56,8 +56,9 @@ class Embedder:
     """Embeds one text at a time, on one thread at a time. The model owns it, and closes it.
 
     llm: a Llama that was opened with `kvflash=KVFlashConfig(embedding=N)`, which leaves memory for a text of N tokens.
-    pooling: None for the model's own, or "mean" if it has none; "rank" for a reranker. ConfigError if the model cannot
-    do what is asked.
+    pooling: None for the model's own, or "mean" if it has none; "rank" for a reranker. most: tokens of a text.
+    template: of a query and a document; None for one with the tokens of `marks` (bos, eos, sep) between them.
+    ConfigError if the model cannot do what is asked.
     """
 
     def __init__(self, llm: Any, *, pooling: Pooling | None = None) -> None:

@@ -9,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from .. import __version__
-from .errors import ApiError
+from .errors import ApiError, shutting_down
 from .front import Front
 from .intake import Intake
 from .usage import generation_settings
@@ -17,9 +17,7 @@ from .usage import generation_settings
 
 async def health(front: Intake, request: HttpRequest) -> Response:
     if front.draining:
-        return ApiError(503, "the server is shutting down", code="draining", retry_after_s=30).response(
-            request.url.path
-        )
+        raise shutting_down()
     return JSONResponse({"status": "ok"})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, PlainValidator
@@ -17,8 +17,10 @@ from ..errors import ContextFull
 from .completions import prompt_tokens
 from .errors import ApiError, invalid
 from .front import Front
-from .prompts import Embedded, Embedder
 from .schema import Prompt, Whole, _Asked, _prompts
+
+if TYPE_CHECKING:
+    from ..llama.embedding import Embedded, Embedder
 
 MAX_TEXTS = 2048
 """In one request, as OpenAI has it."""

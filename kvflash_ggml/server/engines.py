@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from .errors import ApiError
+from .errors import ApiError, shutting_down
 from .model_folder import FolderModel
 
 logger = logging.getLogger("kvflash_ggml")
@@ -143,7 +143,7 @@ class Engines:
 
     def _check(self, model: FolderModel) -> None:
         if self._closing:
-            raise _ending()
+            raise shutting_down()
         failed = self._failed.get(model.name)
         if failed is not None and failed.model == model and (left := failed.when + FAILED_S - self._clock()) > 0:
             raise _refusal(failed, left)
@@ -168,7 +168,7 @@ class Engines:
         self._closing = True
         for one in self._waiting:
             if not one.granted.done():
-                one.granted.set_exception(_ending())
+                one.granted.set_exception(shutting_down())
         self._waiting.clear()
         if self._starting is not None:
             self._starting.cancel()
@@ -266,10 +266,6 @@ class Engines:
                 await loaded.engine.stop()
             except Exception:
                 logger.exception("%a could not be unloaded", loaded.model.name)
-
-
-def _ending() -> ApiError:
-    return ApiError(503, "the server is shutting down: try again later", code="draining", retry_after_s=30)
 
 
 def _refusal(failed: _Failed, left: float) -> ApiError:

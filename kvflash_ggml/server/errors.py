@@ -112,6 +112,11 @@ def invalid(param: str, why: str) -> ApiError:
     return ApiError(400, f"{param}: {why}", code="invalid_value", param=param)
 
 
+def shutting_down() -> ApiError:
+    """The error for what comes while the server drains."""
+    return ApiError(503, "the server is shutting down: try again later", code="draining", retry_after_s=30)
+
+
 def from_failure(failed: messages.Failed, *, retry_after_s: float) -> ApiError:
     """Return the error for the client of an answer that failed."""
     status = _STATUS.get(failed.code, 500)

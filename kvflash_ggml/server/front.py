@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from starlette.requests import Request as HttpRequest
@@ -26,11 +26,14 @@ from . import bodies, fields, schemas
 from .errors import ApiError, invalid
 from .exchange import Answer, EventStream, collected, submitted, whole
 from .intake import KEY, TAKEN, Intake
-from .prompts import Embedder, Prompts
+from .prompts import Prompts
 from .schema import SAMPLERS, ChatRequest, _Sampled, parse, text_of_content
 from .settings import ServerSettings
 from .speed import Speed
 from .usage import preview_header, together
+
+if TYPE_CHECKING:
+    from ..llama.embedding import Embedder
 
 T = TypeVar("T")
 

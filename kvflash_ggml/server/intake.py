@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope
 
 from ..errors import ConfigError, ContextFull
 from . import bodies
-from .errors import OLLAMAS_PATH, ApiError
+from .errors import OLLAMAS_PATH, ApiError, shutting_down
 from .settings import ServerSettings
 
 T = TypeVar("T")
@@ -130,7 +130,7 @@ class Intake:
     def admit(self) -> None:
         """ApiError while the server is draining."""
         if self.draining:
-            raise ApiError(503, "the server is shutting down: try again later", code="draining", retry_after_s=30)
+            raise shutting_down()
 
     def close(self) -> None:
         for threads in (self._threads, self._fetching):

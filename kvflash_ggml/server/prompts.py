@@ -7,7 +7,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..arrays import Floats, Int32s
 from ..batching.messages import Image
 from ..chat.reader import Rendered
 from ..chat.values import ChatInput, Grammar
@@ -80,32 +79,6 @@ class Prompts(Protocol):
     @property
     def facts(self) -> dict[str, Any]:
         """What /props and /v1/models tell of the model."""
-        ...
-
-
-class Embedded(Protocol):
-    """values: an embedding [n_embd] of length 1, or the scores of a reranker. tokens: how many the text has."""
-
-    @property
-    def values(self) -> Floats: ...
-
-    @property
-    def tokens(self) -> int: ...
-
-
-class Embedder(Protocol):
-    """What computes embeddings; on the engine's thread. most: tokens of a text. pooling: "rank" for a reranker.
-
-    template: of a query and a document, None for one with the tokens of `marks` (bos, eos, sep) between them.
-    """
-
-    most: int
-    pooling: str
-    template: str | None
-    marks: Mapping[str, list[int]]
-
-    def embed(self, tokens: Int32s, /) -> Embedded:
-        """Evaluate a text. ContextFull for a text that is too long."""
         ...
 
 

@@ -30,10 +30,11 @@ from .app import make_app
 from .connection import bounded
 from .front import Front
 from .metrics import Metrics
-from .prompts import Embedder, LlamaPrompts, Prompts
+from .prompts import LlamaPrompts, Prompts
 from .settings import ServerSettings
 
 if TYPE_CHECKING:
+    from ..llama.embedding import Embedder
     from ..llama.llama import Llama
 
 logger = logging.getLogger("kvflash_ggml")
