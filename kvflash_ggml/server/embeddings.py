@@ -82,10 +82,10 @@ async def embeddings(front: Front, http: HttpRequest) -> Response:
 
 async def rerank(front: Front, http: HttpRequest) -> Response:
     asked: RerankRequest = await front.asked(http, RerankRequest)
-    embedder = _embedder(front, ranks=True)
     documents = asked.documents if asked.texts is None else asked.texts
     if documents is None:
         raise invalid("documents", "it is missing")
+    embedder = _embedder(front, ranks=True)
     pairs = await front.work(http, _pairs, front, embedder, asked.query, documents)
     scores, count = [], 0
     for pair in pairs:
