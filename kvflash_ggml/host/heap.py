@@ -81,6 +81,10 @@ class PageHeap:
         """Bytes of page images in memory."""
         return len(self._pages) * self.page_bytes
 
+    def room(self) -> int:
+        """Return the bytes under the ceiling that no page image takes; without a ceiling more than there can be."""
+        return (1 << 63 if self.limit is None else self.limit) - self.host_bytes
+
     @property
     def spilled_bytes(self) -> int:
         return 0 if self._spill is None else self._spill.used * self.page_bytes

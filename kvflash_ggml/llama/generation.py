@@ -120,15 +120,15 @@ class Generation:
     # --- the prompt
 
     def read(
-        self, tokens: list[int], checkpoint: int | None, *, going_on: bool, together: bool
+        self, tokens: list[int], checkpoint: int | None, *, going_on: bool, shares: bool
     ) -> Iterator[Pending | None]:
         """Read the prompt. The next token can be drawn then.
 
-        together: a scheduler computes steps of several answers. A prompt that takes only one step yields None, so that
+        shares: a scheduler computes steps of several answers. A prompt that takes only one step yields None, so that
         other prompts can begin, and then its step.
         """
         reader = self._reader
-        if together and checkpoint is None and not going_on and prefill.may_share(reader.pooled, len(tokens)):
+        if shares and checkpoint is None and not going_on and prefill.may_share(reader.pooled, len(tokens)):
             yield None
             shared = reader.prepare_prompt(tokens)
             if shared is not None:

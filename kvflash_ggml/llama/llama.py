@@ -374,7 +374,7 @@ class Llama(llama_cpp.Llama):
         )
         with nullcontext() if self._finder is None else self._finder.behind():
             place = self._saver.branch(ids, self.kvflash_branch) if reset else None
-            reading = answer.read(prompt, place, going_on=going_on is not None, together=self.kvflash_together)
+            reading = answer.read(prompt, place, going_on=going_on is not None, shares=self.kvflash_together)
             yield from reading  # type: ignore[misc]  # as below
             try:
                 self._saver.keep_prefix()

@@ -119,10 +119,11 @@ def make_speculator(
     if llm.draft_model is not None and config.sequences > 1:
         raise ConfigError(f"draft_model serves one sequence, and parallel is {config.parallel}: leave out one of them")
     assert reader.sequence is not None
-    engine = reader.sequence.engine
+    engine, heap = reader.sequence.engine, reader.sequence.paging.heap
     given = [] if llm.draft_model is None else [Callback(llm.draft_model)]
     sources = [
-        GuardedDrafter(drafter, is_lone(drafter.name, config, engine)) for drafter in (*given, *drafting.drafters)
+        GuardedDrafter(drafter, is_lone(drafter.name, config, engine), heap.room)
+        for drafter in (*given, *drafting.drafters)
     ]
     if first is not None:
         sources = [GuardedDrafter(NGram(), one.lone) if isinstance(one.drafter, NGram) else one for one in first.active]

@@ -40,15 +40,16 @@ of 4,096 tokens a state of a 0.6B model has 470 MB.
 class GuardedDrafter:
     """A drafter and its bookkeeping. Several speculators may ask it, each for a text of its own.
 
-    lone: it drafts only for a text that is decoded alone, and follows the text of one speculator at a time. observed:
-    tokens of the text that it has observed. read: length of the text when it was asked last. bad: unverifiable drafts
-    in a row. why: the reason, once it is not asked any more. deciding: seconds that the last decision about its draft
-    took. idle_steps: steps without a draft since it was asked. missing: tokens whose rows it must get before it is
-    asked.
+    lone: it drafts only for a text that is decoded alone, and follows the text of one speculator at a time. room: bytes
+    that its states for other texts may take now. observed: tokens of the text that it has observed. read: length of the
+    text when it was asked last. bad: unverifiable drafts in a row. why: the reason, once it is not asked any more.
+    deciding: seconds that the last decision about its draft took. idle_steps: steps without a draft since it was asked.
+    missing: tokens whose rows it must get before it is asked.
     """
 
     drafter: Drafter
     lone: bool = False
+    room: Callable[[], int] = field(default=lambda: MAX_KEPT)
     observed: int = 0
     read: int = 0
     bad: int = 0
@@ -186,10 +187,11 @@ class GuardedDrafter:
     def _keep(self, text: object, saved: SavedDraft | None) -> None:
         """Keep a state for a text in place of the one before."""
         self._kept.pop(text, None)
-        if saved is None or saved.size > MAX_KEPT:
+        most = min(MAX_KEPT, self.room())
+        if saved is None or saved.size > most:
             return
         for oldest in list(self._kept):
-            if sum(one.size for one in self._kept.values()) + saved.size > MAX_KEPT:
+            if sum(one.size for one in self._kept.values()) + saved.size > most:
                 del self._kept[oldest]
         self._kept[text] = saved
 

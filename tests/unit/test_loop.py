@@ -624,10 +624,16 @@ def lend(texts: list[Speculator], to: int) -> None:
     texts[to].lend(None)
 
 
-def test_a_lone_drafter_keeps_a_bounded_amount_for_texts_that_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bound", ["own", "of the host's memory"])
+def test_a_lone_drafter_keeps_a_bounded_amount_for_texts_that_it_has_left(
+    bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The oldest states go first, whether they were left here or come with a text."""
-    monkeypatch.setattr(guarded, "MAX_KEPT", 70)
     drafter, texts, step = shared(4)
+    if bound == "own":
+        monkeypatch.setattr(guarded, "MAX_KEPT", 70)
+    else:
+        monkeypatch.setattr(texts[0].active[0], "room", lambda: 70)
     for at in range(4):
         lend(texts, at)
         step(0, 30, at)
