@@ -9,6 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ..batching.messages import Event, Finished, Logprob, Piece, Request, Started
+from ..errors import ContextFull
 from .errors import ApiError, invalid
 from .exchange import ChoiceAnswer, frame
 from .front import Front, several
@@ -62,9 +63,11 @@ def prompt_tokens(front: Front, prompt: Prompt, suffix: str | None = None) -> li
         if not isinstance(prompt, str):
             raise invalid("suffix", "it needs a prompt that is a text")
         return gap_tokens(front, prompt, suffix)
-    tokens: list[int] = []
+    n_ctx, tokens = front.scheduler.model.n_ctx, list[int]()
     for i, part in enumerate([prompt] if isinstance(prompt, str) else prompt):
         if isinstance(part, str):
+            if len(tokens) > n_ctx:  # the texts that follow could take minutes
+                raise ContextFull(f"the prompt has more than {n_ctx} tokens: shorten it, or start with a larger -c")
             tokens += front.prompts.tokenize(part, add_special=i == 0, parse_special=True)
         else:
             tokens.append(part)

@@ -37,6 +37,9 @@ MAX_STOP = 256
 MAX_BIAS, MAX_BIASED = 1024, 64
 MAX_MESSAGES = 1 << 14
 
+MAX_PARTS = 1024
+"""Texts of a prompt of texts and tokens: each is tokenised by itself."""
+
 SAMPLERS = settings(Samplers)
 
 LATE = "<system-reminder>\n{}\n</system-reminder>"
@@ -123,6 +126,8 @@ def _prompt(value: Any, where: str) -> Prompt:
             value = text_of_content(value)
     if isinstance(value, list):
         kinds = set(map(type, value))
+        if str in kinds and (texts := sum(isinstance(one, str) for one in value)) > MAX_PARTS:
+            raise ValueError(f"{where} has {texts} texts, and {MAX_PARTS} is the most: join them")
         if kinds <= {int, str}:
             return value
         at = next(i for i, one in enumerate(value) if type(one) not in (int, str))

@@ -427,6 +427,21 @@ def test_what_is_refused_of_completions(data: dict[str, Any], status: int) -> No
     assert Server().post("/v1/completions", data).status == status
 
 
+def test_prompts_of_many_texts_and_tokens() -> None:
+    server, read = Server(), []
+    tokenize = server.prompts.tokenize
+    server.prompts.tokenize = lambda text, **more: (read.append(text), tokenize(text, **more))[1]
+
+    async def work(client: Client) -> list[Reply]:
+        prompts = (["x", 97] * 1024, ["x", 97] * 1025, ["x" * 5000, 97, "y" * 5000])
+        return [await client.post("/v1/completions", {"prompt": prompt}) for prompt in prompts]
+
+    most, many, long = server.run(work)
+    assert (most.status, many.status, long.status) == (200, 400, 400)
+    assert "1025 texts, and 1024 is the most" in many.message
+    assert (long.json["error"]["code"], read[1024:]) == ("context_length_exceeded", ["x" * 5000])
+
+
 def test_the_best_of_as_many_as_are_asked_for_are_all() -> None:
     assert len(Server().post("/v1/completions", {"prompt": "a", "best_of": 2, "n": 2}).json["choices"]) == 2
 
