@@ -130,11 +130,11 @@ def total(servers: list[Served], name: str) -> float:
 
 
 def settled(servers: list[Served], writes: int) -> None:
-    for _ in range(600):
+    for _ in range(3000):
         if total(servers, "store_writes") >= writes:
             return
         threading.Event().wait(0.02)
-    raise AssertionError(f"{total(servers, 'store_writes')} states in 12 s")
+    raise AssertionError(f"{total(servers, 'store_writes')} states in a minute")
 
 
 @pytest.fixture(scope="module")

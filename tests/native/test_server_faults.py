@@ -65,7 +65,7 @@ def test_a_flood_of_connections(served: Served) -> None:
         list(threads.map(flood, range(4)))
     reader.join()
     assert "".join(told) == wanted
-    for _ in range(500):
+    for _ in range(3000):
         if resources(served)["descriptors"] <= before:
             break
         time.sleep(0.02)

@@ -48,7 +48,7 @@ def served(models: dict[str, Path]) -> Iterator[Served]:
 
 def quiet(served: Served) -> dict[str, Any]:
     """The state once nothing runs."""
-    for _ in range(500):
+    for _ in range(3000):
         state: dict[str, Any] = served.get("/kvflash/state")[1]
         if state["queue"] == {"running": None, "waiting": 0, "put_aside": 0}:
             return state
@@ -353,7 +353,7 @@ def test_its_end_and_the_next_start(models: dict[str, Path], tmp_path: Path) -> 
             time.sleep(0.005)
         assert server.stop() == 0
         for one in (reader, *waiting):
-            one.join(10)
+            one.join(60)
         assert frames[-1]["choices"][0]["finish_reason"] == "length", "a running answer is carried to its end"
         assert ends == [200] * len(waiting), "and so is whoever was admitted"
     with serve(models["hybrid"], *options) as server:

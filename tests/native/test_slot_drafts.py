@@ -14,7 +14,7 @@ from support.served import Asked, ask, assert_alike, served
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.batching import pace
-from kvflash_ggml.batching.messages import Failed, Finished, Piece, Sampling
+from kvflash_ggml.batching.messages import Event, Failed, Finished, Piece, Sampling
 from kvflash_ggml.batching.scheduler import Scheduler
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.errors import ConfigError, DecodeError
@@ -214,13 +214,17 @@ def test_answers_to_one_prompt_and_a_cancelled_one(kind: str, llama: Callable[..
     wanted = lone(llama, [text for text in texts for _ in range(2)], kind, spec=None)
     llm = llama(kind, **settings())
     with served(llm) as running:
-        first = all_at_once(running, [texts[0], texts[1]])
-        while not any(isinstance(event, Piece) for event in first[0].events):
-            first[0].next()
-        copies = all_at_once(running, [texts[0], texts[0]])
-        while not any(isinstance(event, Piece) for event in first[1].events):
-            first[1].next()
-        running.cancel(first[1].request.id)
+        copies: list[Asked] = []
+
+        def copied(one: Asked, event: Event) -> None:
+            if isinstance(event, Piece) and not copies:
+                copies.extend(all_at_once(running, [texts[0], texts[0]]))
+
+        def leaves(one: Asked, event: Event) -> None:
+            if isinstance(event, Piece) and copies:
+                running.cancel(one.request.id)
+
+        first = all_at_once(running, texts[:1], seen=copied) + all_at_once(running, texts[1:], seen=leaves)
         assert_alike(first[0], wanted[0], least=MOST // 2)
         for one in copies:
             assert_alike(one, wanted[1], least=MOST // 2)

@@ -31,11 +31,11 @@ def value(server: Served, name: str) -> float:
 
 def settled(server: Served, writes: int) -> None:
     """Wait until the server has written so many states."""
-    for _ in range(600):
+    for _ in range(3000):
         if value(server, "store_writes_total") >= writes:
             return
         threading.Event().wait(0.02)
-    raise AssertionError(f"{value(server, 'store_writes_total')} states in 12 s")
+    raise AssertionError(f"{value(server, 'store_writes_total')} states in a minute")
 
 
 def asked(told: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -49,10 +49,22 @@ def request(tokens: Sequence[int], most: int = 8, **more: Any) -> Request:
 
 
 def ask(
-    scheduler: Scheduler, tokens: Sequence[int], most: int = 8, *, full: Callable[[], bool] = lambda: False, **more: Any
+    scheduler: Scheduler,
+    tokens: Sequence[int],
+    most: int = 8,
+    *,
+    full: Callable[[], bool] = lambda: False,
+    seen: Callable[[Asked, Event], object] = lambda asked, event: None,
+    **more: Any,
 ) -> Asked:
+    """seen: called with each event, on the engine's thread: whatever it does comes before the next step."""
     asked = Asked(request(tokens, most, **more))
-    scheduler.submit(asked.request, asked.inbox.put, full=full)
+
+    def sink(event: Event) -> None:
+        asked.inbox.put(event)
+        seen(asked, event)
+
+    scheduler.submit(asked.request, sink, full=full)
     return asked
 
 

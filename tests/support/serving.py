@@ -28,7 +28,7 @@ class Served(Server):
             assert status == 200
             yield from frames
 
-    def stop(self, number: int = signal.SIGTERM, timeout: float = 30) -> int:
+    def stop(self, number: int = signal.SIGTERM, timeout: float = 120) -> int:
         self.process.send_signal(number)
         return self.process.wait(timeout)
 
