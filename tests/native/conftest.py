@@ -275,3 +275,19 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     stock = mtmd_cpp.mtmd_encode_chunk
     monkeypatch.setattr(mtmd_cpp, "mtmd_encode_chunk", lambda *args: runs.append(1) or stock(*args))
     return runs
+
+
+@pytest.fixture
+def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many answers each step computed that was for several."""
+    from kvflash_ggml.sequence import together
+
+    found: list[int] = []
+    compute = together.compute
+
+    def counted(prepared: Any, **more: bool) -> list[Exception | None]:
+        found.append(len(prepared))
+        return compute(prepared, **more)
+
+    monkeypatch.setattr(together, "compute", counted)
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy.typing as npt
@@ -12,26 +12,11 @@ import pytest
 from kvflash_ggml import Engine, KVFlashConfig, Sampling
 from kvflash_ggml.batching.messages import Finished, Piece
 from kvflash_ggml.errors import KVFlashError
-from kvflash_ggml.sequence import together
 
 
 def settings(parallel: int) -> dict[str, Any]:
     config = KVFlashConfig(pool=512 * parallel, policy="qk", tau=16, calibrate=False, parallel=parallel)
     return {"n_ctx": 4096, "kvflash": config}
-
-
-@pytest.fixture
-def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many answers each step computed."""
-    found: list[int] = []
-    compute = together.compute
-
-    def counted(prepared: Sequence[together.Prepared], **more: bool) -> list[Exception | None]:
-        found.append(len(prepared))
-        return compute(prepared, **more)
-
-    monkeypatch.setattr(together, "compute", counted)
-    return found
 
 
 def test_many_prompts_of_a_program(llama: Callable[..., Any], tokens: npt.NDArray[Any], widths: list[int]) -> None:

@@ -49,20 +49,6 @@ def settings(reading: str = "pool", parallel: int = SLOTS) -> dict[str, Any]:
     return {"n_ctx": 4096, "kvflash": config}
 
 
-@pytest.fixture
-def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many answers each step computed that was for several."""
-    found: list[int] = []
-    compute = together.compute
-
-    def counted(prepared: Sequence[together.Prepared], **more: bool) -> list[Exception | None]:
-        found.append(len(prepared))
-        return compute(prepared, **more)
-
-    monkeypatch.setattr(together, "compute", counted)
-    return found
-
-
 def wait_for(width: int, widths: list[int]) -> None:
     until = time.monotonic() + 60
     while width not in widths:

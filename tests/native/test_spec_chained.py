@@ -118,27 +118,15 @@ def test_rows_may_come_in_any_pieces(beside: Any, tokens: Any, kind: str) -> Non
     assert np.mean([a[:2] == b[:2] for a, b in zip(found, wanted, strict=True)]) >= 0.8  # other steps round otherwise
 
 
-def test_what_comes_before_a_question_outlives_it(beside: Any, tokens: Any, kind: str) -> None:
-    """The end of a prompt is cut off and read again, with what it asks for."""
-    one, make = beside(kind)
-    drafter = make()
-    text = told(one, drafter.wants, tokens[2000:2400], 8)
-    length = text.prompt - QUESTION_TOKENS - LEFT_OVER
-    wanted = proposal(make(), text, length)
-    proposal(drafter, text, text.prompt)
-    drafter.truncate(length)
-    assert drafter.propose(int(text.tokens[length]), MAX_DRAFT).tokens.tolist() == wanted
-
-
 def test_a_cut_is_a_text_that_ends_there(beside: Any, tokens: Any, kind: str) -> None:
+    """As where the end of a prompt is cut off and read again, with what it asks for."""
     one, make = beside(kind)
-    drafter = make()
-    text = told(one, drafter.wants, tokens[2000:2400], 8)
-    length = text.prompt - 20
-    wanted = proposal(make(), text, length)
-    proposal(drafter, text, text.prompt)
-    drafter.truncate(length)
-    assert drafter.propose(int(text.tokens[length]), MAX_DRAFT).tokens.tolist() == wanted
+    text = told(one, make().wants, tokens[2000:2400], 8)
+    for length in (text.prompt - QUESTION_TOKENS - LEFT_OVER, text.prompt - 20):
+        drafter, wanted = make(), proposal(make(), text, length)
+        proposal(drafter, text, text.prompt)
+        drafter.truncate(length)
+        assert drafter.propose(int(text.tokens[length]), MAX_DRAFT).tokens.tolist() == wanted
     # the same, told in the drafter's next rows
     proposal(drafter, text, text.prompt, first=length)
     assert proposal(drafter, text, length, first=length - 3) == wanted

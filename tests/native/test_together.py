@@ -6,33 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.beside import PROMPT, SHARE, Make, alike, answers, check, decode, logits_of, make, spoil
+from support.beside import PROMPT, SHARE, Make, alike, answers, check, decode, logits_of, make
 from support.harness import same_bits
 
-from kvflash_ggml.constants import CHUNK
-from kvflash_ggml.errors import NotFinite
-from kvflash_ggml.sequence import restore, together
+from kvflash_ggml.sequence import together
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.step import LAST
-
-
-def test_what_neighbours_say_changes_no_bit(bare: Make, tokens: Any) -> None:
-    """The same shapes, the same sequence, other texts beside mine."""
-    found = []
-    for beside in (0, 3000):
-        run = make(bare, 3)
-        prompts = [
-            tokens[beside : beside + PROMPT],
-            tokens[1500 : 1500 + PROMPT],
-            tokens[beside + 100 : beside + PROMPT],
-        ]
-        script = np.stack([tokens[beside + 5000 : beside + 5048], tokens[6000:6048], tokens[beside + 7000 :][:48]], 1)
-        rows = answers(run, prompts, 48, script)
-        text = run.sessions[1]
-        assert text.paging.page_ins > 0
-        found.append(([row[1] for row in rows], [chunk.block for chunk in text.table.chunks]))
-    assert found[0][1] == found[1][1]
-    assert all(same_bits(a, b) for a, b in zip(found[0][0], found[1][0], strict=True))
 
 
 def test_a_pool_is_larger_than_one_context(bare: Make, tokens: Any) -> None:
@@ -114,69 +93,6 @@ def test_a_prompt_beside_texts_that_decode(bare: Make, tokens: Any) -> None:
     fresh = alone.sessions[1]
     extend(fresh, tokens[3000:3160])
     assert alike(logits_of(alone, fresh), logits_of(run, reader))
-
-
-def test_a_text_goes_on_as_another_sequence(bare: Make, tokens: Any) -> None:
-    """Swapped out and in again: the same chunks are resident, and only places and rounding differ."""
-    run = make(bare, 2)
-    one, other = run.sessions
-    extend(one, tokens[:PROMPT])
-    extend(other, tokens[2000:2600])
-    saved = restore.state(one)
-    try:
-        restore.load(other, saved)
-    finally:
-        saved.release()
-    for token in tokens[PROMPT : PROMPT + 24]:
-        mine, its = decode(run, [one, other], [token, token])
-        assert alike(mine, its)
-    assert one.table.resident_chunks == other.table.resident_chunks
-
-
-def test_numbers_that_are_none_stay_in_their_text(bare: Make, tokens: Any) -> None:
-    """A block of one text is spoiled. Its step fails, and the others have the bits of a run without that."""
-    found = []
-    for spoiled in (False, True):
-        run = make(bare, 3)
-        engine = run.session.engine
-        for i, text in enumerate(run.sessions):
-            extend(text, tokens[1000 * i : 1000 * i + 400])
-        victim = run.sessions[1]
-        if spoiled:
-            spoil(engine, victim.table.chunks[0].block)
-        rows = []
-        for at in range(8):
-            steps = []
-            for text in run.sessions:
-                text.begin(1)
-                steps.append((text, text.prepare_answer(tokens[9000 + at : 9001 + at], LAST)))
-            errors = together.compute(steps)
-            assert isinstance(errors[1], NotFinite) == spoiled
-            assert errors[0] is None
-            assert errors[2] is None
-            assert victim.length == (400 if spoiled else 401 + at)
-            rows += [run.sessions[i].length for i in (0, 2)]
-            check(run)
-        found.append((rows, [pages_of(run.sessions[i]) for i in (0, 2)]))
-        if spoiled:
-            victim.reset()
-            extend(victim, tokens[1000:1400])
-            assert decode(run, run.sessions, [5, 6, 7])
-    assert found[0] == found[1]
-
-
-def pages_of(text: Any) -> bytes:
-    """K and V of the text's rows in the pool."""
-    engine, size = text.engine, text.engine.info.page_bytes
-    image = engine.alloc(size)
-    data = b""
-    for c, chunk in enumerate(text.table.chunks):
-        if chunk.block >= 0:
-            engine.wait(engine.page_out([chunk.block], [image]))
-            engine.blank(engine.view(image, size), min(CHUNK, text.length - c * CHUNK))
-            data += bytes(engine.view(image, size))
-    engine.free(image)
-    return data
 
 
 @pytest.mark.parametrize("kind", ["of qwen3moe", "latent heads"])

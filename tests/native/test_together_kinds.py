@@ -9,6 +9,7 @@ import pytest
 from support.beside import PROMPT, Make, alike, answers, check, decode, logits_of, make, spoil
 from support.harness import Bare, Logits, same_bits
 
+from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import NotFinite
 from kvflash_ggml.sequence import restore, together
 from kvflash_ggml.sequence.prefill import extend
@@ -17,7 +18,7 @@ from kvflash_ggml.sequence.step import LAST
 KINDS = ["iswa", "hybrid"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["dense", *KINDS])
 def test_what_neighbours_say_changes_no_bit(kind: str, bare: Make, tokens: Any) -> None:
     """The same shapes, the same sequence, other texts beside mine."""
     found = []
@@ -82,9 +83,9 @@ def test_a_text_that_was_swapped_out_goes_on_bit_for_bit(kind: str, bare: Make, 
     assert all(same(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["dense", *KINDS])
 def test_a_text_goes_on_as_another_sequence(kind: str, bare: Make, tokens: Any) -> None:
-    """Also in a context of one sequence, and from one into a context of several."""
+    """Swapped out and in again: the same chunks are resident. Also from a context of one sequence, and into one."""
     run, alone = make(bare, 3, kind=kind), make(bare, 1, kind=kind)
     one, _, other = run.sessions
     extend(one, tokens[:PROMPT])
@@ -158,8 +159,9 @@ def read_to(plain: Bare, i: int, answer: Any) -> Logits:
 
 @pytest.mark.parametrize("kind", ["dense", *KINDS, "latent heads", "of qwen3moe"])
 def test_numbers_that_are_none_reach_nobody_else(kind: str, bare: Make, tokens: Any) -> None:
-    """A block of one text is spoiled: its neighbours go on as without that, and so does the text that follows it."""
-    found = []
+    """A block of one text is spoiled: its neighbours go on as without that, in K and V too, and so does the text that
+    follows it."""
+    found, pages = [], []
     for spoiled in (False, True):
         run = make(bare, 3, kind=kind)
         ids = tokens % run.n_vocab
@@ -169,16 +171,35 @@ def test_numbers_that_are_none_reach_nobody_else(kind: str, bare: Make, tokens: 
         rows = [decode(run, run.sessions, ids[4000:4003])]
         if spoiled:
             spoil(engine, victim.table.chunks[0].block)
-        steps = []
-        for text, token in zip(run.sessions, ids[5000:5003], strict=True):
-            text.begin(1)
-            steps.append((text, text.prepare_answer(np.array([token]), LAST)))
-        errors = together.compute(steps)
-        assert [type(error) for error in errors] == [type(None), NotFinite if spoiled else type(None), type(None)]
-        check(run)
+        for at in range(3):
+            steps = []
+            for text, token in zip(run.sessions, ids[5000 + 3 * at :][:3], strict=True):
+                text.begin(1)
+                steps.append((text, text.prepare_answer(np.array([token]), LAST)))
+            errors = together.compute(steps)
+            assert [type(error) for error in errors] == [type(None), NotFinite if spoiled else type(None), type(None)]
+            assert [text.length for text in run.sessions[::2]] == [402 + at] * 2
+            assert kind == "hybrid" or victim.length == (401 if spoiled else 402 + at)
+            check(run)
+        pages.append([pages_of(run.sessions[i]) for i in (0, 2)])
         victim.reset()
         extend(victim, ids[7000:7400])
         rows += [decode(run, run.sessions, ids[6000 + 3 * at :][:3]) for at in range(6)]
         found.append([x for row in rows for x in row])
     same = alike if kind == "iswa" else same_bits
     assert all(same(a, b) for a, b in zip(*found, strict=True))
+    assert pages[0] == pages[1] or kind == "iswa"
+
+
+def pages_of(text: Any) -> bytes:
+    """K and V of the text's rows in the pool."""
+    engine, size = text.engine, text.engine.info.page_bytes
+    image = engine.alloc(size)
+    data = b""
+    for c, chunk in enumerate(text.table.chunks):
+        if chunk.block >= 0:
+            engine.wait(engine.page_out([chunk.block], [image]))
+            engine.blank(engine.view(image, size), min(CHUNK, text.length - c * CHUNK))
+            data += bytes(engine.view(image, size))
+    engine.free(image)
+    return data
