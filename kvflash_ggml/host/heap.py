@@ -49,10 +49,10 @@ class PageHeap:
         self.page_bytes = page_bytes
         self.limit = limit
         self._memory = memory
-        self.most = None if limit is None else limit // page_bytes
+        self.max_images = None if limit is None else limit // page_bytes
         """Images that fit in memory at the same time; None without a ceiling."""
         self._spill = None if spill is None else SpillFile(spill, page_bytes)
-        self._slabs = Slabs(memory, page_bytes, self.most)
+        self._slabs = Slabs(memory, page_bytes, self.max_images)
         self._pages: OrderedDict[PageImage, None] = OrderedDict()  # in memory, the longest-waiting first
         self._orphans: list[PageImage] = []  # pages without a holder, discarded when their leases end
         self._leases = Leases()
@@ -96,7 +96,7 @@ class PageHeap:
 
     def fitting(self, pages: Sequence[T]) -> Iterator[Sequence[T]]:
         """Yield the pages in groups whose images fit in memory at the same time."""
-        size = max(1, len(pages) if self.most is None else min(len(pages), self.most))
+        size = max(1, len(pages) if self.max_images is None else min(len(pages), self.max_images))
         for at in range(0, len(pages), size):
             yield pages[at : at + size]
 
@@ -347,7 +347,7 @@ class PageHeap:
             page, wanted = read.page, read.page.holders or read.page in self._leases
             if wanted and not page.address and read.done.exception() is None:
                 self._loaded(page, read.address)
-                if self.most is None:  # it stays in memory, and its file can be closed
+                if self.max_images is None:  # it stays in memory, and its file can be closed
                     page.source = None
             else:
                 self._slabs.give_back(read.address)

@@ -48,12 +48,12 @@ class HostMemory(Protocol):
 
 
 class Slabs:
-    """Addresses of `page_bytes` bytes each, at most `most` of them, None for no ceiling. Callers hold a lock."""
+    """Addresses of `page_bytes` bytes each, at most `max_pages` of them, None for no ceiling. Callers hold a lock."""
 
-    def __init__(self, memory: HostMemory, page_bytes: int, most: int | None) -> None:
+    def __init__(self, memory: HostMemory, page_bytes: int, max_pages: int | None) -> None:
         self._memory = memory
         self._page_bytes = page_bytes
-        self._most = most
+        self._max_pages = max_pages
         self._slabs: list[int] = []
         self._made = 0  # pages in the slabs
         self._starts: list[tuple[int, int]] = []  # of slabs, and which each is in the order they were made, sorted
@@ -105,7 +105,7 @@ class Slabs:
         """Return the pages of the next slab; 0 if the ceiling allows none."""
         size = min(max(SLAB_BYTES, int(GROWTH * self._made * self._page_bytes)), MAX_SLAB_BYTES)
         pages = max(1, (int(FEW_SHARE * SLAB_BYTES) if few else size) // self._page_bytes)
-        return pages if self._most is None else min(pages, self._most - self._made)
+        return pages if self._max_pages is None else min(pages, self._max_pages - self._made)
 
     def _add_slab(self, *, few: bool) -> None:
         ahead, self._next = self._next, None

@@ -83,8 +83,8 @@ def victims(
     return sorted(able, key=lambda c: (value(c), chunks[c].last_use, c))
 
 
-def few_moves(ranking: Ranking, inside: Chunks, outside: Chunks, *, margin: float, most: int) -> Ranking | None:
-    """Return a ranking by which at most `most` evicted chunks come back; None if none is worth it.
+def few_moves(ranking: Ranking, inside: Chunks, outside: Chunks, *, margin: float, max_moves: int) -> Ranking | None:
+    """Return a ranking by which at most `max_moves` evicted chunks come back; None if none is worth it.
 
     inside: resident chunks. outside: evicted chunks. The best evicted chunks come back, each in place of a resident
     chunk that it beats by `margin`. In the result every evicted chunk ranks below every resident one, in the old order:
@@ -95,7 +95,7 @@ def few_moves(ranking: Ranking, inside: Chunks, outside: Chunks, *, margin: floa
         return None  # the usual case
     leave = inside[np.lexsort((inside, ranking[inside]))]
     come = outside[np.lexsort((-outside, -ranking[outside]))]
-    at_once = min(most, len(leave), len(come))
+    at_once = min(max_moves, len(leave), len(come))
     new, old = ranking[come[:at_once]], ranking[leave[:at_once]]
     count = int(((new >= old + margin) & (new > old)).sum())  # the first of them: the gain only falls
     if count == 0:

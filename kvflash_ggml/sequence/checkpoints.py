@@ -24,14 +24,14 @@ logger = logging.getLogger("kvflash_ggml")
 
 
 class Checkpoints:
-    """At most `most` states by position. Taken between steps only: splitting a step would change its rounding."""
+    """At most `max_count` states by position. Taken between steps only: splitting a step would change its rounding."""
 
-    def __init__(self, engine: Engine, seq: int, *, most: int, n_ctx: int) -> None:
+    def __init__(self, engine: Engine, seq: int, *, max_count: int, n_ctx: int) -> None:
         self._engine = engine
         self._seq = seq
-        self._most = most if engine.info.recurrent or engine.info.n_swa > 0 else 0
+        self._max_count = max_count if engine.info.recurrent or engine.info.n_swa > 0 else 0
         # half of them along a prompt; the others for its end, where texts continue
-        self._step = max(8192, 2 * n_ctx // max(1, most))
+        self._step = max(8192, 2 * n_ctx // max(1, max_count))
         self.copies = StateCopies(engine, seq)
         self._states: dict[int, Blob] = {}
         self.restored: tuple[int, Blob] | None = None
@@ -43,10 +43,10 @@ class Checkpoints:
         """
         restored, self.restored = self.restored, None
         newest = max(self._states, default=0)
-        if self._most == 0 or pos == newest:
+        if self._max_count == 0 or pos == newest:
             return
         if wanted or pos - newest >= self._step:
-            if len(self._states) >= self._most:
+            if len(self._states) >= self._max_count:
                 del self._states[self._cheapest()]
             if restored is not None and restored[0] == pos:
                 self._states[pos] = restored[1]
@@ -72,8 +72,8 @@ class Checkpoints:
 
     def load(self, states: Mapping[int, Blob], length: int, state: Blob) -> None:
         """Take over the states of a restored text, or the newest of them. state: at its end, `length`."""
-        self.restored = (length, state) if self._most else None
-        newest = sorted(states)[-self._most :] if self._most else []
+        self.restored = (length, state) if self._max_count else None
+        newest = sorted(states)[-self._max_count :] if self._max_count else []
         self._states = {pos: states[pos] for pos in newest}
 
     def _cheapest(self) -> int:

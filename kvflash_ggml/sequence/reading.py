@@ -82,7 +82,7 @@ class AttentionSpan:
     @property
     def tokens(self) -> int:
         """Tokens that a streamed step can see at least, its own included; 0 without layer buffers."""
-        max_images = self._pool.heap.most
+        max_images = self._pool.heap.max_images
         return self._pool.stage_slots if max_images is None else min(self._pool.stage_slots, max_images * CHUNK)
 
     def of(
@@ -103,8 +103,8 @@ class AttentionSpan:
         if ordered or not stream:
             return None, self._all_resident
         room = (self._pool.stage_slots - count - start % CHUNK) // CHUNK
-        if self._pool.heap.most is not None:
-            room = min(room, self._pool.heap.most)  # all images of a step must be in memory together
+        if self._pool.heap.max_images is not None:
+            room = min(room, self._pool.heap.max_images)  # all images of a step must be in memory together
         if room < (start // CHUNK if self._all_resident else 1):
             return None, self._all_resident
         first, last = start // CHUNK, (start + count - 1) // CHUNK

@@ -260,7 +260,7 @@ class Scoring:
         if self.selection.must_move:
             self.selection.moved()
             return scores, True
-        few = few_moves(scores, resident, evicted, margin=MARGIN, most=most_moves(blocks))
+        few = few_moves(scores, resident, evicted, margin=MARGIN, max_moves=most_moves(blocks))
         return (scores, False) if few is None else (few, True)
 
     # --- save and restore

@@ -86,7 +86,7 @@ class Sequence:
         self.relevance = Relevance(self.table, self.queries, self.events, self.scoring)
         self.paging = Paging(engine, seq, self.table, self.mask, self.store, self.ids, self.relevance.sealed)
         self.unfinished = Unfinished()
-        self.checkpoints = Checkpoints(engine, seq, most=config.checkpoints, n_ctx=n_ctx)
+        self.checkpoints = Checkpoints(engine, seq, max_count=config.checkpoints, n_ctx=n_ctx)
         self.recovery = Recovery(engine, self.table, self.store, self.checkpoints)
         self.streamed_steps = 0
         self.view: View | None = None

@@ -76,8 +76,8 @@ class Drafter(Protocol):
         """
         ...
 
-    def propose(self, root: int, most: int) -> Draft | None:
-        """Return tokens that may follow the observed text and then `root`: at most `most` tokens, None for nothing."""
+    def propose(self, root: int, max_tokens: int) -> Draft | None:
+        """Return at most `max_tokens` that may follow the observed text and then `root`, None for nothing."""
         ...
 
     def truncate(self, length: int) -> None:
@@ -179,7 +179,7 @@ class Callback:
         self._text[start:end] = tokens
         self._length = end
 
-    def propose(self, root: int, most: int) -> Draft | None:
+    def propose(self, root: int, max_tokens: int) -> Draft | None:
         """DraftError if the function returns anything but token ids."""
         text = np.append(self._text[: self._length], np.int32(root)).astype(np.intc)
         proposed = np.asarray(self._model(text))
@@ -189,7 +189,7 @@ class Callback:
             whole = proposed.astype(np.int32) if proposed.dtype.kind in "iuf" and proposed.ndim == 1 else None
         if whole is None or not np.array_equal(whole, proposed):
             raise DraftError(f"{self.name}: tokens must be a list of whole numbers, not {proposed!r}")
-        return chain(whole[:most], self.name)
+        return chain(whole[:max_tokens], self.name)
 
     def truncate(self, length: int) -> None:
         self._length = min(self._length, length)

@@ -34,16 +34,16 @@ _OUTPUTS = 32  # most tokens that the drafting step also reads: it computes thei
 
 def go_on(
     context: DraftContext, target: Target, at: int, tokens: Int32s, states: Floats | None = None, *,
-    most: int, source: str,
+    max_tokens: int, source: str,
 ) -> Draft:  # fmt: skip
-    """Return the tokens that follow these tokens, the first at `at`: the likeliest each time, up to `most` or an end of
-    generation.
+    """Return the tokens that follow these tokens, the first at `at`: the likeliest each time, up to `max_tokens` or an
+    end of generation.
 
     states: the input of each token, for a graph that takes states and returns the next one; None for a model that reads
     a text by itself. The draft ends before a token that the target does not have.
     """
     found, logps = list[int](), list[float]()
-    while len(found) < most:
+    while len(found) < max_tokens:
         context.run(at, tokens, states, outputs=1 if states is None else len(tokens))
         ids, logp = context.top([len(tokens) - 1], 1)
         if ids[0, 0] >= target.n_vocab:
@@ -52,7 +52,7 @@ def go_on(
         logps.append(float(logp[0, 0]))
         if found[-1] in target.ends:
             break
-        if states is not None and len(found) < most:
+        if states is not None and len(found) < max_tokens:
             states = context.states(len(tokens))[-1:]
         at, tokens = context.end, ids[0]
     return chain(found, source, np.array(logps, np.float32))
@@ -88,7 +88,7 @@ class Chained(ModelDrafter):
             self._pending.add(start, tokens, np.concatenate([before, rows[:-1]]))
             self._recent = np.concatenate([self._recent, rows])[-RECENT:]
 
-    def propose(self, root: int, most: int) -> Draft | None:
+    def propose(self, root: int, max_tokens: int) -> Draft | None:
         """DecodeError if the drafter computes values that are not finite."""
         if not len(self._recent):
             return None  # the target's row before the root is unknown
@@ -99,7 +99,7 @@ class Chained(ModelDrafter):
         if len(tokens) > _OUTPUTS:
             self._context.feed(at, tokens[:-1], states[:-1])
             at, tokens, states = end, tokens[-1:], states[-1:]
-        draft = go_on(self._context, self._target, at, tokens, states, most=most, source=self.name)
+        draft = go_on(self._context, self._target, at, tokens, states, max_tokens=max_tokens, source=self.name)
         self._context.truncate(end)
         return draft
 
@@ -223,7 +223,7 @@ class Small(ModelDrafter):
             self._pending.reset(start)
         self._pending.add(start, tokens)
 
-    def propose(self, root: int, most: int) -> Draft | None:
+    def propose(self, root: int, max_tokens: int) -> Draft | None:
         """DecodeError if the drafter computes values that are not finite."""
         context = self._context
         if root >= context.n_vocab:
@@ -234,6 +234,6 @@ class Small(ModelDrafter):
         if len(unread) > context.step:
             context.feed(start, tokens, None)
             start, unread = end, unread[-1:]
-        draft = go_on(context, self._target, start, unread, most=most, source=self.name)
+        draft = go_on(context, self._target, start, unread, max_tokens=max_tokens, source=self.name)
         context.truncate(end)
         return draft

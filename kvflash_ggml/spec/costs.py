@@ -57,12 +57,12 @@ _UNSURE = BINS  # the row of drafts without a probability
 class StepTimes:
     """Median step times by rows. The first step of a new number of rows is kept apart: it builds a graph.
 
-    switch: extra seconds of such a first step. most: the most rows that were timed, 0 for none.
+    switch: extra seconds of such a first step. max_rows: the most that were timed, 0 for none.
     """
 
     def __init__(self) -> None:
         self.switch = 0.0
-        self.most = 0
+        self.max_rows = 0
         self._steady: dict[int, deque[float]] = {}
         self._firsts: dict[int, deque[float]] = {}
         self._known: dict[int, float] = {}
@@ -80,7 +80,7 @@ class StepTimes:
             for others in self._firsts.keys() - self._steady.keys() - {1}:
                 # Without another step of these rows, a first step counts, less the cost of changing rows.
                 self._known[others] = median(self._firsts[others]) - self.switch
-        self.most = max(self.most, rows)
+        self.max_rows = max(self.max_rows, rows)
         if self._guessed:
             self._guessed = {}
 

@@ -380,7 +380,7 @@ class Controller(Controls):
 
     def _most_tried(self) -> int:
         """Return the most rows to try: unknown numbers of rows are tried step by step, the cheapest first."""
-        timed = self._times.most
+        timed = self._times.max_rows
         more = timed * (4 if timed > 3 else 2)
         return max(self._widths[0], more // self._of_all(1) if self._level else more - self._beside)
 

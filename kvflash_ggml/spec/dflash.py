@@ -34,12 +34,12 @@ class Positions:
     states = contexts.NO_STATES
     outputs = True
 
-    def read(self, context: DraftContext, most: int, branches: int) -> Draft:
-        rows = range(self.first, self.first + min(most, self.size))
+    def read(self, context: DraftContext, max_tokens: int, branches: int) -> Draft:
+        rows = range(self.first, self.first + min(max_tokens, self.size))
         ids, logp = context.top(rows, max(1, branches))
-        return (
-            chain(ids[:, 0], self.name, logp[:, 0]) if branches < 2 else tree.from_positions(ids, logp, most, self.name)
-        )
+        if branches < 2:
+            return chain(ids[:, 0], self.name, logp[:, 0])
+        return tree.from_positions(ids, logp, max_tokens, self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class Markov:
     def states(self) -> int:
         return contexts.STATES if self.confident else contexts.NO_STATES
 
-    def read(self, context: DraftContext, most: int, branches: int) -> Draft:
+    def read(self, context: DraftContext, max_tokens: int, branches: int) -> Draft:
         """There is one branch: the graph continues from the likeliest tokens."""
-        rows = range(self.first, self.first + min(most, self.size))
+        rows = range(self.first, self.first + min(max_tokens, self.size))
         ids, logp = context.top(rows, 1)
         sure = logp[:, 0]
         if self.confident:
@@ -83,11 +83,11 @@ class Lattice:
     states = contexts.ALL_STATES
     outputs = False
 
-    def read(self, context: DraftContext, most: int, branches: int) -> Draft:
+    def read(self, context: DraftContext, max_tokens: int, branches: int) -> Draft:
         """DraftError if the lattice holds values that are not finite."""
-        tokens, logp = self.unpacked(context.states(self.first + min(most, self.size))[self.first :])
+        tokens, logp = self.unpacked(context.states(self.first + min(max_tokens, self.size))[self.first :])
         if branches > 1:
-            return tree.from_lattice(tokens, logp[0, 0], logp[1:], most, self.name)
+            return tree.from_lattice(tokens, logp[0, 0], logp[1:], max_tokens, self.name)
         found, sure, at = list[int](), list[float](), 0
         for ids, steps in zip(tokens, logp, strict=True):
             after = steps[at]
@@ -115,7 +115,7 @@ Reader = Positions | Markov | Lattice
 """name: of the kind. size: tokens of a block that are drafted. first: the row of the first drafted token. states: the
 states that it needs of the context. outputs: whether it needs logits.
 
-read: returns the draft in the block that was run last, of at most `most` tokens; with several branches a tree.
+read: returns the draft in the block that was run last, of at most `max_tokens` tokens; with several branches a tree.
 """
 
 
@@ -173,16 +173,16 @@ class DFlash(ModelDrafter):
         else:
             self._pending.add(start, tokens, rows)
 
-    def propose(self, root: int, most: int) -> Draft | None:
+    def propose(self, root: int, max_tokens: int) -> Draft | None:
         """DecodeError or DraftError if the drafter computes values that are not finite."""
         self._read()
         context, end = self._context, self._pending.end
         if context.end != end or context.first == end:
             return None  # nothing is known of the text
         # masks behind the wanted tokens take time and do not improve the tokens
-        block = self._block[: self._reader.first + min(most, self.size)]
+        block = self._block[: self._reader.first + min(max_tokens, self.size)]
         block[0] = root
         context.run(end, block, outputs=len(block) if self._reader.outputs else 0)
-        draft = self._reader.read(context, most, self._branches)
+        draft = self._reader.read(context, max_tokens, self._branches)
         context.truncate(end)
         return draft

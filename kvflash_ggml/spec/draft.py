@@ -66,12 +66,12 @@ def chain(tokens: Sequence[int] | Int32s, source: str, logp: Floats | None = Non
     return Draft(np.asarray(tokens, np.int32), np.arange(ROOT, len(tokens) - 1, dtype=np.int32), source, logp)
 
 
-def checked(draft: Draft, *, n_vocab: int, most: int, ends: Collection[int] = ()) -> Draft:
-    """Return a draft that can be verified, of at most `most` tokens, without tokens after an end of generation.
+def checked(draft: Draft, *, n_vocab: int, max_tokens: int, ends: Collection[int] = ()) -> Draft:
+    """Return a draft that can be verified, of at most `max_tokens` tokens, without tokens after an end of generation.
 
     ends: the tokens that end a text. Log-probabilities that are not finite are dropped. DraftError for ids out of the
     vocabulary, arrays that do not fit each other, parents that come later, or siblings with the same token. Tokens
-    after the first `most` are not checked, except for the arrays' shapes.
+    after the first `max_tokens` are not checked, except for the arrays' shapes.
     """
     tokens, parent = draft.tokens, draft.parent
     for name, values in (("tokens", tokens), ("parents", parent)):
@@ -80,9 +80,9 @@ def checked(draft: Draft, *, n_vocab: int, most: int, ends: Collection[int] = ()
     if len(tokens) != len(parent):
         raise DraftError(f"{draft.source}: {len(tokens)} tokens and {len(parent)} parents")
     logp = _numbers(draft.logp, len(tokens))
-    if len(tokens) > most:
-        tokens, parent = tokens[:most], parent[:most]
-        logp = None if logp is None else logp[:most]
+    if len(tokens) > max_tokens:
+        tokens, parent = tokens[:max_tokens], parent[:max_tokens]
+        logp = None if logp is None else logp[:max_tokens]
     if len(tokens) and not (tokens.min() >= 0 and tokens.max() < n_vocab):
         raise DraftError(f"{draft.source}: a token out of the vocabulary of {n_vocab}")
     if np.any(parent < ROOT) or np.any(parent >= np.arange(len(parent))):

@@ -136,7 +136,7 @@ class GuardedDrafter:
                 return None
             if not isinstance(proposed, Draft):
                 raise DraftError(f"{self.name}: {proposed!r:.100} is no draft")
-            draft = checked(replace(proposed, source=self.name), n_vocab=n_vocab, most=limit, ends=ends)
+            draft = checked(replace(proposed, source=self.name), n_vocab=n_vocab, max_tokens=limit, ends=ends)
         except DraftError as err:
             self.bad += 1
             if self.failed:

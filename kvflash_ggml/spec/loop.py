@@ -143,13 +143,13 @@ class Speculator:
                 one.move_to(self)
         self.resting = f"{', '.join(one.name for one in lone)}: {why_not}" if lone and why_not else None
 
-    def begin(self, length: int, most: int | None = None) -> None:
-        """Begin a request on a text of `length` tokens, which grows by at most `most`."""
+    def begin(self, length: int, max_new: int | None = None) -> None:
+        """Begin a request on a text of `length` tokens, which grows by at most `max_new`."""
         self._count_passed()
         self._last = DraftStats()
         self._idle = 0
         self._timed, self._running = False, None
-        self._end = None if most is None else length + most
+        self._end = None if max_new is None else length + max_new
         self._prompt = length
         self.controls.begin(length)
         if self.nested is not None:

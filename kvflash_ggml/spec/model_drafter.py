@@ -20,14 +20,14 @@ _NO_ROWS = np.empty((0, 1), np.float32)
 
 
 class PendingTokens:
-    """The newest tokens of a text that a drafter has not read, at most `most`, and their rows."""
+    """The newest tokens of a text that a drafter has not read, at most `max_tokens`, and their rows."""
 
     start: int
     _tokens: Int32s
     _rows: list[Floats]
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
         self.reset(0)
 
     @property
@@ -40,7 +40,7 @@ class PendingTokens:
         if start > self.end:
             self.reset(start)
         self.truncate(start)
-        kept = slice(max(0, len(tokens) - self._most), None)
+        kept = slice(max(0, len(tokens) - self._max_tokens), None)
         self._tokens = np.concatenate([self._tokens, np.asarray(tokens[kept], np.int32)])
         if rows is not None:
             self._rows.append(np.array(rows[kept], np.float32))
@@ -70,7 +70,7 @@ class PendingTokens:
         self._rows = []
 
     def _trim(self) -> None:
-        over = len(self._tokens) - self._most
+        over = len(self._tokens) - self._max_tokens
         if over <= 0:
             return
         self._tokens = self._tokens[over:]

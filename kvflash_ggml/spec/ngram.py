@@ -69,11 +69,11 @@ class Chains:
             self.count = count
         self._linked = True
 
-    def newest(self, hashed: np.uint32, most: int) -> list[int]:
-        """Return at most `most` windows of the bucket of this hash, newest first."""
+    def newest(self, hashed: np.uint32, max_tokens: int) -> list[int]:
+        """Return at most `max_tokens` windows of the bucket of this hash, newest first."""
         found: list[int] = []
         window = self._newest.item(int(hashed) >> self._shift)
-        while window != NONE and len(found) < most:
+        while window != NONE and len(found) < max_tokens:
             found.append(window)
             window = self._before.item(window)
         return found
@@ -179,14 +179,14 @@ class NGram:
         if end - self._indexed >= EAGER:
             self._index()
 
-    def propose(self, root: int, most: int) -> Draft | None:
+    def propose(self, root: int, max_tokens: int) -> Draft | None:
         """Log-probabilities grow with the match, and are only a guess."""
         self._text[self._length] = root
         found = self._longest(self._index(beyond=1))
-        if found is None or most < 1:
+        if found is None or max_tokens < 1:
             return None
         position, match = found
-        count = min(4 + 2 * match, most)
+        count = min(4 + 2 * match, max_tokens)
         after = self._text[position + 1 : self._length + 1]
         tokens = np.resize(after[:count], count)  # resize repeats the tokens
         count = int(np.append(tokens < 0, True).argmax())  # a row of an image cannot be drafted

@@ -20,8 +20,8 @@ Choices = Iterable[tuple[int, float, int]]
 """Possible next tokens: token, log-probability, and the state it leads to."""
 
 
-def from_positions(tokens: Int32s, logp: Floats, most: int, source: str) -> Draft:
-    """Return the tree of `most` nodes that wins most tokens if each position is drawn independently.
+def from_positions(tokens: Int32s, logp: Floats, max_tokens: int, source: str) -> Draft:
+    """Return the tree of `max_tokens` nodes that wins most tokens if each position is drawn independently.
 
     tokens, logp: [positions, k], the likeliest tokens of each position and their log-probabilities; NaN or minus
     infinity for none. The nodes are ordered by worth: the first n are the best tree of n.
@@ -31,10 +31,10 @@ def from_positions(tokens: Int32s, logp: Floats, most: int, source: str) -> Draf
     def after(position: int) -> Choices:
         return ((token, chance, position + 1) for token, chance, _ in rows[position]) if position < len(rows) else ()
 
-    return _best_first(0, after, most, source)
+    return _best_first(0, after, max_tokens, source)
 
 
-def from_lattice(tokens: Int32s, first: Floats, steps: Floats, most: int, source: str) -> Draft:
+def from_lattice(tokens: Int32s, first: Floats, steps: Floats, max_tokens: int, source: str) -> Draft:
     """Return the same tree where the probability of a token depends on the token before it.
 
     tokens: [positions, k]. first: [k], log-probabilities of the first position. steps: [positions - 1, k, k],
@@ -50,7 +50,7 @@ def from_lattice(tokens: Int32s, first: Floats, steps: Floats, most: int, source
         for token, chance, at in _ranked(tokens[position + 1].tolist(), logp.tolist()):
             yield token, chance, (position + 1) * k + at
 
-    return _best_first(ROOT, after, most, source)
+    return _best_first(ROOT, after, max_tokens, source)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,8 +142,8 @@ def _ranked(tokens: list[int], logp: list[float]) -> list[tuple[int, float, int]
     return list(found.values())
 
 
-def _best_first(state: int, after: Callable[[int], Choices], most: int, source: str) -> Draft:
-    """Return the tree of the `most` likeliest paths: a path is never likelier than its beginning, so they form a
+def _best_first(state: int, after: Callable[[int], Choices], max_tokens: int, source: str) -> Draft:
+    """Return the tree of the `max_tokens` likeliest paths: a path is never likelier than its beginning, so they form a
     tree.
     """
     tokens: list[int] = []
@@ -159,7 +159,7 @@ def _best_first(state: int, after: Callable[[int], Choices], most: int, source: 
             pushed += 1
 
     push(ROOT, 0.0, state)
-    while heap and len(tokens) < most:
+    while heap and len(tokens) < max_tokens:
         path, _, parent, token, chance, then = heapq.heappop(heap)
         tokens.append(token)
         parents.append(parent)

@@ -193,7 +193,7 @@ def test_a_draft_is_as_long_as_asked(dflash: Any, known: Any) -> None:
         draft = drafter.propose(text.tokens[text.prompt], most)
         assert len(draft) == min(most, 15)
         assert draft.is_chain
-        assert checked(draft, n_vocab=4096, most=most) is not draft
+        assert checked(draft, n_vocab=4096, max_tokens=most) is not draft
         assert (draft.logp <= 0).all()
 
 

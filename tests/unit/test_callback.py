@@ -24,7 +24,7 @@ def drafter(model: Callable[[Any], Any]) -> Drafter:
 def draft_of(returned: Any) -> Draft | None:
     """What is verified of what it returns, as the loop would."""
     draft = drafter(lambda ids: returned).propose(5, 3)
-    return None if draft is None else checked(draft, n_vocab=100, most=3, ends={7})
+    return None if draft is None else checked(draft, n_vocab=100, max_tokens=3, ends={7})
 
 
 def test_it_is_given_the_text_and_the_root() -> None:

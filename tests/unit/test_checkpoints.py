@@ -15,7 +15,7 @@ MOST = 8
 @pytest.mark.parametrize("shared", [8192, 32768, 131072, 500_000])
 def test_where_a_shared_beginning_ends_is_kept_through_turns(shared: int) -> None:
     """However long it is: others ask about the same document, and it takes a minute to read."""
-    checkpoints = Checkpoints(FakeEngine(512, 64, recurrent=True), 0, most=MOST, n_ctx=shared + 4096)
+    checkpoints = Checkpoints(FakeEngine(512, 64, recurrent=True), 0, max_count=MOST, n_ctx=shared + 4096)
     for pos in range(2048, shared, 2048):
         checkpoints.before_step(pos, wanted=False)
     pos = shared
@@ -28,7 +28,7 @@ def test_where_a_shared_beginning_ends_is_kept_through_turns(shared: int) -> Non
 
 
 def test_a_long_prompt_can_be_cut_at_several_places() -> None:
-    checkpoints = Checkpoints(FakeEngine(512, 64, recurrent=True), 0, most=MOST, n_ctx=131072)
+    checkpoints = Checkpoints(FakeEngine(512, 64, recurrent=True), 0, max_count=MOST, n_ctx=131072)
     for pos in range(2048, 131072, 2048):
         checkpoints.before_step(pos, wanted=False)
     places = [0, *sorted(checkpoints.state()), 131072]
@@ -39,7 +39,7 @@ def test_a_long_prompt_can_be_cut_at_several_places() -> None:
 def test_an_agent_reads_little_again(system: int) -> None:
     """A system prompt, and many short turns: another request that begins with it, or the newest one again."""
     spacing = 131_072 // 8
-    checkpoints = Checkpoints(FakeEngine(256, 64, recurrent=True), 0, most=8, n_ctx=system + 2048)  # type: ignore[arg-type]
+    checkpoints = Checkpoints(FakeEngine(256, 64, recurrent=True), 0, max_count=8, n_ctx=system + 2048)  # type: ignore[arg-type]
     for pos in range(2048, system, 2048):
         checkpoints.before_step(pos, wanted=False)
     checkpoints.before_step(system, wanted=True)

@@ -18,7 +18,7 @@ def ids(*values: int) -> np.ndarray:
 
 
 def check(draft: Draft, most: int = 16, ends: tuple[int, ...] = ()) -> Draft:
-    return checked(draft, n_vocab=N_VOCAB, most=most, ends=ends)
+    return checked(draft, n_vocab=N_VOCAB, max_tokens=most, ends=ends)
 
 
 def test_a_good_draft_stays() -> None:

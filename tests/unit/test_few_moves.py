@@ -26,7 +26,7 @@ def ranked(*scores: float) -> Any:
 )
 def test_the_best_come_for_the_worst_while_it_pays(most: int, there: set[int]) -> None:
     ranking = ranked(0, 1, 5, 6, 0, 2, 3, 7, 1)
-    few = few_moves(ranking, INSIDE, OUTSIDE, margin=2, most=most)
+    few = few_moves(ranking, INSIDE, OUTSIDE, margin=2, max_moves=most)
     assert few is not None
     assert set(np.argsort(-few)[: len(there)]) == there
     np.testing.assert_array_equal(few[list(there)], ranking[list(there)])
@@ -40,7 +40,7 @@ def test_the_best_come_for_the_worst_while_it_pays(most: int, there: set[int]) -
 def test_the_first_of_all_are_no_more_than_may_move(worst: float) -> None:
     """A policy may find several chunks infinitely good, or bad."""
     ranking = ranked(worst, 4, 5, 6, np.inf, np.inf, np.inf, 0, -np.inf)
-    few = few_moves(ranking, INSIDE, OUTSIDE, margin=2, most=2)
+    few = few_moves(ranking, INSIDE, OUTSIDE, margin=2, max_moves=2)
     assert few is not None
     assert not np.isnan(few).any()
     assert set(np.argsort(-few)[:4]) == {2, 3, 5, 6}
@@ -48,7 +48,7 @@ def test_the_first_of_all_are_no_more_than_may_move(worst: float) -> None:
 
 def test_a_step_that_sees_more_than_the_pool_has_what_ranks_best_in_view() -> None:
     ranking = ranked(5, 6, 7, 8, 4, 3.5, 0, 0, 9)
-    few = few_moves(ranking, INSIDE, OUTSIDE, margin=1, most=1)
+    few = few_moves(ranking, INSIDE, OUTSIDE, margin=1, max_moves=1)
     assert choose(9 * CHUNK, 6, (), few).chunks == choose(9 * CHUNK, 6, (), ranking).chunks == (0, 1, 2, 3, 4, 8)
 
 
@@ -62,13 +62,13 @@ def test_a_step_that_sees_more_than_the_pool_has_what_ranks_best_in_view() -> No
     ],
 )
 def test_nothing_moves_for_noise(ranking: Any) -> None:
-    assert few_moves(ranking, INSIDE, OUTSIDE, margin=2, most=4) is None
+    assert few_moves(ranking, INSIDE, OUTSIDE, margin=2, max_moves=4) is None
 
 
 def test_without_chunks_nothing_moves() -> None:
     none = np.zeros(0, np.intp)
-    assert few_moves(ranked(1, 2), none, np.array([0, 1]), margin=0, most=3) is None
-    assert few_moves(ranked(1, 2), np.array([0, 1]), none, margin=0, most=3) is None
+    assert few_moves(ranked(1, 2), none, np.array([0, 1]), margin=0, max_moves=3) is None
+    assert few_moves(ranked(1, 2), np.array([0, 1]), none, margin=0, max_moves=3) is None
 
 
 class Noise:

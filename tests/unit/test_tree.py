@@ -88,7 +88,7 @@ def test_trees_can_be_verified_and_cut(seed: int, most: int) -> None:
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, 12, (5, 12)).astype(np.int32)  # the same one may be there twice
     draft = from_positions(tokens, log_shares(rng, 5, 12), most, "made up")
-    assert len(checked(draft, n_vocab=12, most=most)) == len(draft) == min(most, len(draft))
+    assert len(checked(draft, n_vocab=12, max_tokens=most)) == len(draft) == min(most, len(draft))
     assert max(np.bincount(draft.parent + 1, minlength=1)) <= SIBLINGS
     shares = _path_shares(draft)
     assert shares == sorted(shares, reverse=True), "the first n are the best tree of n"
