@@ -164,7 +164,7 @@ class Llama(llama_cpp.Llama):
             self._config = request.config
         settings = request.upstream
         self._projector = settings.get("chat_handler")
-        self._own_template = settings.get("chat_format") is None and self._projector is None
+        own_template = settings.get("chat_format") is None and self._projector is None
         self._placement = request.placement
 
         logits_all = settings.pop("logits_all", False)
@@ -181,6 +181,7 @@ class Llama(llama_cpp.Llama):
             self._device_arrays = devices.place(model_path, request.placement, settings, endpoints)
             self._load(model_path, request, endpoints)
             self._stack.enter_context(servers.connected(endpoints))
+        self._own_format = self.chat_format if own_template else ""
         self._logits_all = logits_all
         self.input_ids = np.zeros(self._n_ctx, np.intc)
         self._batch.close()  # it has room for n_ctx sequences a token: gigabytes of address space at long contexts
@@ -556,7 +557,7 @@ class Llama(llama_cpp.Llama):
         """
         if self._reader.sequence is not None and isinstance(self.chat_handler, vision.HANDLERS):
             return vision.answer(self, *args, **settings)
-        made = Chatting(self).answer(args, settings) if self._own_template else None
+        made = Chatting(self).answer(args, settings) if self.chat_format == self._own_format else None
         return super().create_chat_completion(*args, **settings) if made is None else made
 
     _scores: Any = property(lambda self: self.scores[: self.n_tokens or 1])  # upstream reads a row behind a preview

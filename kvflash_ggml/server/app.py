@@ -58,6 +58,7 @@ ANSWERS: Mapping[str, Endpoint] = {
     "/v1/completions": completions.completions,
     "/v1/embeddings": embeddings.embeddings,
     "/embeddings": embeddings.embeddings,
+    "/embedding": embeddings.embeddings,
     **dict.fromkeys(RERANK, embeddings.rerank),
     "/api/embed": embeddings.ollama_embed,
     "/api/embeddings": embeddings.ollama_prompt,

@@ -36,7 +36,10 @@ Input = Annotated[list[Prompt], PlainValidator(_input)]
 
 
 class EmbeddingsRequest(_Asked):
-    input: Input
+    """content: of clients that speak to llama-server's own endpoint, whose answer has another shape."""
+
+    input: Input | None = None
+    content: Input | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Whole | None = Field(None, ge=1)
     user: str | None = None
@@ -71,7 +74,13 @@ class OllamaPromptRequest(_Asked):
 
 async def embeddings(front: Front, http: HttpRequest) -> Response:
     asked: EmbeddingsRequest = await front.asked(http, EmbeddingsRequest)
-    found, count = await _embedded(front, http, asked.input, dimensions=asked.dimensions)
+    texts = asked.input if asked.content is None else asked.content
+    if texts is None:
+        raise invalid("input", "it is missing")
+    found, count = await _embedded(front, http, texts, dimensions=asked.dimensions)
+    if asked.content is not None:
+        own = [{"index": i, "embedding": [one.tolist()]} for i, one in enumerate(found)]
+        return await front.work(http, JSONResponse, own)
     written: Any = _base64 if asked.encoding_format == "base64" else np.ndarray.tolist
     data = [{"object": "embedding", "index": i, "embedding": written(one)} for i, one in enumerate(found)]
     usage = {"prompt_tokens": count, "total_tokens": count}

@@ -56,10 +56,12 @@ def timings(took: Usage) -> dict[str, Any]:
         "cache_n": took.cached,
         "prompt_n": read,
         "prompt_ms": round(took.prompt_s * 1e3, 3),
+        "prompt_per_token_ms": round(took.prompt_s * 1e3 / read, 3) if read else 0.0,
         "prompt_per_second": round(read / took.prompt_s, 3) if took.prompt_s > 0 else 0.0,
         "predicted_n": made,
         "predicted_ms": round(took.generation_s * 1e3, 3),
         # the first token comes with the prompt
+        "predicted_per_token_ms": round(took.generation_s * 1e3 / (made - 1), 3) if made > 1 else 0.0,
         "predicted_per_second": round((made - 1) / took.generation_s, 3) if took.generation_s > 0 and made > 1 else 0.0,
     }
 

@@ -50,6 +50,15 @@ def test_a_format_of_upstreams_stays_upstreams(llama: Callable[..., Any]) -> Non
     assert "function_call" in message, "upstream's handler tells both"
 
 
+def test_a_format_that_is_set_later(llama: Callable[..., Any]) -> None:
+    llm = llama("dense", n_ctx=1024)
+    asked = {"messages": HELLO, "tools": TOOLS, "tool_choice": CLOCK, "max_tokens": 60, "temperature": 0}
+    own, llm.chat_format = llm.chat_format, "chatml-function-calling"
+    assert "function_call" in llm.create_chat_completion(**asked)["choices"][0]["message"]
+    llm.chat_format = own
+    assert "function_call" not in llm.create_chat_completion(**asked)["choices"][0]["message"]
+
+
 def test_a_tool_that_is_none(llama: Callable[..., Any]) -> None:
     llm = llama("dense", n_ctx=512)
     with pytest.raises(ConfigError, match="'other', which is no tool"):

@@ -186,6 +186,7 @@ def test_the_timings_of_a_stream(path: str) -> None:
     asked = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "max_tokens": 2, "stream": True}
     last = Server().post(path, {**asked, "timings_per_token": True}).frames[-2]
     assert (last["choices"], last["timings"]["predicted_n"]) == ([], 2)
+    assert {"prompt_per_token_ms", "predicted_per_token_ms"} <= set(last["timings"])
     assert Server().post(path, asked).frames[-2]["choices"] != []
 
 

@@ -69,6 +69,7 @@ def asked(id: str) -> dict[str, list[Asked]]:
         "/v1/models/{model:path}": [("/v1/models/fake", None)],
         "/v1/embeddings": [("/v1/embeddings", {"input": TEXT})],
         "/embeddings": [("/embeddings", {"input": TEXT})],
+        "/embedding": [("/embedding", {"content": TEXT})],
         **{path: [(path, {"query": TEXT, "documents": [TEXT]})] for path in RERANK},
         "/api/embed": [("/api/embed", {"input": TEXT})],
         "/api/embeddings": [("/api/embeddings", PROMPT)],

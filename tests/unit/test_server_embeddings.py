@@ -72,6 +72,13 @@ def test_texts_and_tokens(given: Any, wanted: list[list[float]]) -> None:
     assert [one["index"] for one in data] == list(range(len(wanted)))
 
 
+@pytest.mark.parametrize("path", ["/embedding", "/embeddings"])
+def test_llama_servers_own_shape(path: str) -> None:
+    assert post({"content": "ab"}, path).json == [{"index": 0, "embedding": [[97, 2, 0]]}]
+    assert [one["index"] for one in post({"content": ["a", {"prompt_string": "b"}]}, path).json] == [0, 1]
+    assert post({}, path).message == "input: it is missing"
+
+
 def test_base64_is_what_openais_client_asks_for() -> None:
     coded = post({"input": "abc", "encoding_format": "base64"}).json["data"][0]["embedding"]
     assert np.frombuffer(base64.b64decode(coded), "<f4").tolist() == [97.0, 3.0, 0.0]
