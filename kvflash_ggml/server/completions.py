@@ -105,12 +105,14 @@ def gap_tokens(
     def plain(text: str) -> list[int]:
         return front.prompts.tokenize(text, add_special=False, parse_special=False)
 
-    extra = [gap["rep"], *plain("myproject\n")] if "rep" in gap else []
-    for name, text in files:
-        extra += [gap["sep"], *plain(f"{name}\n")] if "sep" in gap else plain("\n\n--- snippet ---\n\n")
-        extra += plain(text)
-    if "sep" in gap:
-        extra += [gap["sep"], *plain("filename\n")]
+    extra = [gap["sep"], *plain("filename\n")] if "sep" in gap else []
+    for name, text in reversed(files):
+        if len(extra) > n_ctx:  # the files before would only take time
+            break
+        head = [gap["sep"], *plain(f"{name}\n")] if "sep" in gap else plain("\n\n--- snippet ---\n\n")
+        extra = [*head, *plain(text), *extra]
+    if "rep" in gap:
+        extra = [gap["rep"], *plain("myproject\n"), *extra]
     bos = front.prompts.tokenize("", add_special=True, parse_special=False)
     asked = [gap["pre"], *plain(prefix), *plain(begun), gap["suf"], *plain(suffix), gap["mid"]]
     room = max(0, n_ctx - 1 - len(bos) - len(asked) - max(0, most))

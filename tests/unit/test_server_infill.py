@@ -56,6 +56,15 @@ def test_other_files_leave_room() -> None:
     assert prompt.endswith(b"\x01def f(x):\n    y\x02\n    return y\n\x03")
 
 
+def test_files_that_have_no_room_take_no_time() -> None:
+    server, read = Server(prompts=FakePrompts(gap=PLAIN)), []
+    tokenize = server.prompts.tokenize
+    server.prompts.tokenize = lambda text, **more: (read.append(text[:1]), tokenize(text, **more))[1]
+    files = [{"text": letter * server.model.n_ctx} for letter in "abc"]
+    assert server.post("/infill", {**VIM, "input_extra": files}).status == 200
+    assert [letter for letter in read if letter in ("a", "b", "c")] == ["c"]
+
+
 def test_an_editor_warms_up() -> None:
     """llama.vim sends the other files before anybody types, and wants no token: the next request has read them."""
     nothing = {"input_prefix": "", "input_suffix": "", "prompt": "", "n_predict": 0, "samplers": [], "temperature": 0.0}
