@@ -64,7 +64,9 @@ async def prepared(
     note(http, [f"tools.{tool.function.name}" for tool in asked.tools or () if not _NAME.fullmatch(tool.function.name)])
     rendered, tokens, shared_until, images = await _prompt(front, http, asked)
     preserved = await front.work(http, front.prompts.preserved, rendered.preserved) if rendered.preserved else {}
-    request = front.make(
+    request = await front.work(
+        http,
+        front.make,
         http,
         asked,
         tokens,

@@ -29,9 +29,8 @@ async def completions(front: Front, http: HttpRequest) -> Response:
     answers: list[TextAnswer] = []
     for prompt in prompts:
         tokens = await front.work(http, prompt_tokens, front, prompt, asked.suffix)
-        request = front.make(
-            http, asked, tokens, kind="cmpl", max_tokens=asked.max_tokens, logprobs=asked.logprobs, grammar=grammar
-        )
+        more: Any = {"max_tokens": asked.max_tokens, "logprobs": asked.logprobs, "grammar": grammar}
+        request = await front.work(http, front.make, http, asked, tokens, kind="cmpl", **more)
         echoed = await front.work(http, text_of, front, tokens) if asked.echo else ""
         for one in several(request, each):
             requests.append(one)

@@ -159,7 +159,8 @@ class Front(Intake):
     ) -> Request:
         """Return the request for the scheduler. ApiError if the prompt is empty or has no room in the context.
 
-        max_tokens: of the answer, below 0 for --max-tokens-default.
+        max_tokens: of the answer, below 0 for --max-tokens-default. On a thread of the front's, since texts of
+        `logit_bias` are tokenised.
         """
         n_ctx, settings, pool = self.scheduler.model.n_ctx, self.settings, asked.kvflash
         if not tokens:

@@ -145,11 +145,11 @@ async def _answered(
     front: Front, http: HttpRequest, asked: RawRequest | InfillRequest, prompts: Sequence[list[int]]
 ) -> Response:
     grammar, each = await front.format_grammar(http, asked), asked.n or 1
-    length, logprobs = asked.n_predict, asked.n_probs or None
+    more: Any = {"max_tokens": asked.n_predict, "logprobs": asked.n_probs or None, "grammar": grammar}
     requests: list[Request] = []
     answers: list[RawAnswer] = []
     for tokens in prompts:
-        request = front.make(http, asked, tokens, kind="raw", max_tokens=length, logprobs=logprobs, grammar=grammar)
+        request = await front.work(http, front.make, http, asked, tokens, kind="raw", **more)
         prompt = await front.work(http, text_of, front, tokens) if "prompt" in asked.response_fields else ""
         for one in several(request, each):
             requests.append(one)

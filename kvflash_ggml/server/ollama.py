@@ -152,7 +152,8 @@ async def generate(front: Front, http: HttpRequest) -> Response:
     raw = await front.work(http, _translated, front, http, RawRequest, asked, {"prompt": asked.prompt})
     tokens = await front.work(http, prompt_tokens, front, asked.prompt, asked.suffix or None)
     grammar = await front.format_grammar(http, raw)
-    request = front.make(http, raw, tokens, kind="gen", max_tokens=raw.n_predict, grammar=grammar)
+    more: Any = {"max_tokens": raw.n_predict, "grammar": grammar}
+    request = await front.work(http, front.make, http, raw, tokens, kind="gen", **more)
     answer = OllamaAnswer(front.settings.alias, raw, AnswerReader(), generate=True)
     return await front.respond(http, [request], [answer], each=1, stream=asked.stream)
 

@@ -112,6 +112,9 @@ def test_a_wrong_body_takes_a_small_multiple_of_its_size(name: str) -> None:
         tracemalloc.stop()
 
 
+BIASED: dict[str, Any] = {CHAT: {"messages": HELLO}, TEXT: {"prompt": [97]}, "/completion": {"prompt": [97]}}
+
+
 @pytest.mark.parametrize(
     ("path", "data"),
     [
@@ -120,6 +123,7 @@ def test_a_wrong_body_takes_a_small_multiple_of_its_size(name: str) -> None:
         ("/detokenize", {"tokens": [97, 98]}),
         ("/apply-template", {"messages": HELLO}),
         (TEXT, {"prompt": [97, 98], "echo": True}),
+        *((path, {**asked, "logit_bias": {"x": 1}}) for path, asked in BIASED.items()),
         (TEXT, {"prompt": "x", "json_schema": {"type": "object"}}),
         (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}),
     ],
