@@ -160,8 +160,8 @@ HEAD = """\
 # How much memory a model takes
 
 This page says how much memory of a device (VRAM) a model and its context take at 32K, 128K and 256K tokens. It also has
-settings for cards of 8 to 24 GiB. `kvflash-run MODEL --dry-run --kvflash auto -c 131072` measures the same for a file and a
-machine of yours, with compute buffers.
+settings for cards of 8 to 24 GiB. `kvflash-run MODEL --dry-run --kvflash auto -c 131072` measures the same for a file
+and a machine of yours, with compute buffers.
 
 `python scripts/memory_table.py` writes this page. It computes the figures from the public shapes of the models, by the
 same arithmetic that places a model ([devices.md](devices.md#what-goes-where)).
