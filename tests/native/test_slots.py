@@ -127,10 +127,17 @@ def test_a_turn_whose_question_is_evaluated_twice_begins_beside_a_long_prompt(
     assert same(found[1], wanted)
 
 
-@pytest.mark.parametrize("share", ["strict", "elastic"])
 @pytest.mark.parametrize(
-    ("kind", "reading"),
-    [("dense", "pool"), ("dense", "exact"), ("hybrid", "pool"), ("hybrid", "exact"), ("iswa", "pool")],
+    ("kind", "reading", "share"),
+    [
+        ("dense", "pool", "strict"),
+        ("dense", "exact", "strict"),
+        ("hybrid", "pool", "strict"),
+        ("hybrid", "exact", "strict"),
+        ("iswa", "pool", "strict"),
+        ("dense", "pool", "elastic"),
+        ("hybrid", "exact", "elastic"),
+    ],
 )
 def test_short_prompts_do_not_wait_for_a_long_one(
     kind: str, reading: str, share: str, llama: Callable[..., Any], tokens: Tokens
