@@ -425,6 +425,10 @@ class Scheduler:
             if one.pending is None and one in self._running:
                 self._advance(one)
         ready = [(one, one.pending) for one in answers if one.pending is not None]
+        if len(ready) < 2:  # each token of a user alone comes here
+            for pair in ready:
+                self._draw(*pair)
+            return
         prompts = groups([pair for pair in ready if pair[1].reads], min(self.model.prompt_rows, self._steps.rows))
         several = [pair for pair in ready if not (pair[1].alone or pair[1].reads)]
         for group in chain(groups(several, self.model.step_rows), prompts):

@@ -333,10 +333,19 @@ class PageTable:
         return [ABSENT if c not in resident else block if block in free else ANY for c, block in enumerate(blocks)]
 
     def load(self, length: int, table: PageTableState) -> None:
-        """After a reset, take over the table of a text of `length` tokens, in the blocks that `place` returns."""
+        """After a reset, take over the table of a text of `length` tokens, in the blocks that `place` returns.
+
+        If one of them is taken, and the pool holds as many, all go to other blocks in the same order: then the logits
+        round as before.
+        """
         assert not self.chunks
         assert len(table.blocks) == len(table.last_use) == -(-length // CHUNK)
         places = self.place(length, table)
+        held = [c for c, block in enumerate(table.blocks) if block != ABSENT]
+        if ANY in places and all(places[c] != ABSENT for c in held):
+            held.sort(key=lambda c: table.blocks[c])
+            for c, block in zip(held, sorted(self.blocks.order[: len(held)]), strict=True):
+                places[c] = block
         assert len(set(places) - {ABSENT, ANY}) == sum(block >= 0 for block in places), "two chunks in one block"
         chunks = self._chunks_at(places, table)
         self.pins |= table.pins

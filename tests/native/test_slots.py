@@ -381,6 +381,31 @@ def test_an_answer_waits_for_its_reader_and_goes_on_elsewhere(llama: Callable[..
             assert same(end.tokens, its)
 
 
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_a_text_goes_on_bitwise_identical_in_any_slot(kind: str, llama: Callable[..., Any], tokens: Tokens) -> None:
+    """Its chunks lie in other blocks then, in the same order."""
+    (prompt,), found, slots = prompts_of(tokens, 1), list[Any](), set[int]()
+    for stalls in (0, 6):
+        with served(llama, kind, slots=2, policy="qk") as scheduler:
+            full = iter([True] * stalls)
+            asked = ask(
+                scheduler,
+                prompt,
+                MOST,
+                ignore_eos=True,
+                logprobs=1,
+                full=lambda full=full: next(full, False),  # type: ignore[misc]
+            )
+            scheduler.start()
+            asked.wait()
+            assert scheduler.counters()["page_ins"] > 0
+            assert bool(stalls) == bool(scheduler.stalls)
+            slots.add(scheduler.slots.index(scheduler.slot))
+            found.append([event.logprobs for event in asked.events if isinstance(event, Piece)])
+    assert len(slots) == 2
+    assert found[0] == found[1]
+
+
 def test_exact_answers_beside_others(llama: Callable[..., Any], tokens: Tokens) -> None:
     prompts = prompts_of(tokens, 2)
     with served(llama) as scheduler:

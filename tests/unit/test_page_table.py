@@ -286,6 +286,19 @@ class TestAdopt:
         moves = reserve(pager, 1)
         assert moves.recall == [(0, 0)]
 
+    def test_in_other_blocks_the_order_is_the_same(self) -> None:
+        """Another text has one of the blocks, or all of them; or none: then they are the old blocks."""
+        for order in ([8, 9, 10, 11, 12, 13], [9, 2, 4, 3, 5, 6], [6, 4, 2, 0, 1, 5]):
+            pager = PageTable(BlockAllocator(6, order), OnHost(), sinks=1, tail=2)
+            pager.images.update(range(4))
+            saved = [0, ABSENT, 5, 2]
+            pager.load(4 * CHUNK, frozen(saved))
+            check_table(pager)
+            own = table(pager)
+            assert [block == ABSENT for block in own] == [block == ABSENT for block in saved]
+            assert own[0] < own[3] < own[2]
+            assert (own == saved) == ({0, 2, 5} <= {*order})
+
     def test_a_block_cannot_be_adopted_twice(self) -> None:
         with pytest.raises(AssertionError, match="two chunks"):
             make().load(2 * CHUNK, frozen([3, 3]))
