@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, Literal
@@ -133,7 +134,7 @@ async def chat(front: Front, http: HttpRequest) -> Response:
     asked: OllamaChatRequest = await front.asked(http, OllamaChatRequest)
     if not asked.messages:
         return silent(front.settings.alias, "load", generate=False)
-    data = {"messages": _messages(asked.messages), "tools": asked.tools}
+    data = {"messages": await front.work(http, _messages, asked.messages), "tools": asked.tools}
     return await _chat(front, http, asked, data, generate=False)
 
 
@@ -207,8 +208,9 @@ def _seen(images: Any, text: str) -> list[dict[str, Any]]:
 def _messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as OpenAI has them: arguments of calls are text, and a result names its call."""
     made: list[dict[str, Any]] = []
-    open_calls: list[tuple[str, str]] = []  # identifier and name of calls without a result
-    count = 0
+    told: list[tuple[str, str]] = []  # identifier and name of each call
+    waits: dict[str, deque[int]] = {"": deque()}  # calls for a result, by name; all of them by ""
+    answered: set[int] = set()
     for i, message in enumerate(given):
         where = f"messages.{i}"
         one: dict[str, Any] = {"role": message.get("role"), "content": text_of(message, "content", where, "")}
@@ -218,23 +220,25 @@ def _messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             one["reasoning_content"] = text_of(message, "thinking", where)
         calls = []
         for call in _calls(message.get("tool_calls"), where):
-            count += 1
-            id = text_of(call, "id", f"{where}.tool_calls", "") or f"call_{count}"
+            id = text_of(call, "id", f"{where}.tool_calls", "") or f"call_{len(told) + 1}"
             arguments = call["function"].get("arguments") or {}
             function = {
                 "name": text_of(call["function"], "name", f"{where}.tool_calls"),
                 "arguments": arguments if isinstance(arguments, str) else as_json(arguments),
             }
             calls.append({"id": id, "type": "function", "function": function})
-            open_calls.append((id, function["name"]))
+            for queue in (waits[""], waits.setdefault(function["name"], deque())):
+                queue.append(len(told))
+            told.append((id, function["name"]))
         if calls:
             one["tool_calls"] = calls
         if one["role"] == "tool":
             name = text_of(message, "tool_name", where, "") or text_of(message, "name", where, "")
-            of = next((call for call in open_calls if name in ("", call[1])), None)
-            if of is not None:
-                open_calls.remove(of)
-            id, name = of or ("", name)
+            queue, id = waits.get(name, deque()), ""
+            while queue and not id:
+                if (number := queue.popleft()) not in answered:
+                    answered.add(number)
+                    id, name = told[number]
             one |= {"tool_call_id": text_of(message, "tool_call_id", where, "") or id, "name": name}
         made.append(one)
     return made

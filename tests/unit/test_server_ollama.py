@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from datetime import datetime
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 from support.asgi import Reply
 from support.fake_model import FakeModel
 from support.fake_server import Server
+
+from kvflash_ggml.server import ollama
+from kvflash_ggml.server.turns import text_of
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 
@@ -138,6 +142,30 @@ def test_results_find_their_calls() -> None:
     assert [(one["tool_call_id"], one["name"]) for one in results] == [
         (ids[1], "two"), (ids[0], "one"), (ids[2], "two"),
     ]  # fmt: skip
+
+
+def test_many_calls_without_results_are_no_work_for_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared, threads = 0, set()
+
+    class Name(str):
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    def recording(*args: Any) -> str:
+        threads.add(threading.get_ident())
+        return Name(text_of(*args))
+
+    monkeypatch.setattr(ollama, "text_of", recording)
+    calls = [{"function": {"name": "f"}}] * 500
+    given = [*HELLO, {"role": "assistant", "tool_calls": calls}, *[{"role": "tool", "tool_name": "g"}] * 500]
+    assert post({"messages": given}).status == 200
+    assert compared < 10_000
+    assert threads
+    assert threading.get_ident() not in threads, "which the loop runs on"
 
 
 # --- what is asked for
