@@ -75,8 +75,11 @@ class Call:
         return self.reply
 
     async def done(self) -> Reply:
+        # not by wait_for, whose TimeoutError is an OSError: the reply would have the status 0, and nobody knew why
+        ended, _ = await asyncio.wait([self.task], timeout=60)
+        assert ended, "no end within a minute"
         with suppress(OSError):
-            await asyncio.wait_for(self.task, 60)
+            await self.task
         return self.reply
 
 

@@ -122,7 +122,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 def test_what_cannot_be_had_is_an_error(answer: bytes, why: str, web: Web) -> None:
     web.answer = answer
     with pytest.raises(ConfigError, match=why):
-        fetch.fetch(web.url, 5, 5.0)
+        fetch.fetch(web.url, 5, 60.0)
     assert len(web.asked) == 1
 
 

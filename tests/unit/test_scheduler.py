@@ -711,7 +711,8 @@ def test_places_that_nobody_came_for_are_free_when_nobody_waits(make: Make) -> N
             one.wait()
         while not scheduler.idle:
             time.sleep(0.001)
-        time.sleep(0.05)
+        for _ in range(2):  # between two calls it has looked who waits
+            scheduler.call(int).result(20)
         while gate.open.acquire(blocking=False):
             pass
         while gate.reached.acquire(blocking=False):

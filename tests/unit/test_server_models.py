@@ -101,7 +101,7 @@ def on_engines(test: Callable[[Fake, Engines], Awaitable[None]], **more: Any) ->
         given = {"most": 8, "wait_s": 30, "idle_s": 100, **more}
         engines = Engines(fake.start, clock=lambda: fake.time, **given)
         try:
-            await asyncio.wait_for(test(fake, engines), 20)
+            await asyncio.wait_for(test(fake, engines), 60)
         finally:
             await engines.close()
 
@@ -417,7 +417,7 @@ STREAM = [
 def on_router(folder: Path, test: Callable[[Client, Upstream, Fake], Awaitable[None]], **settings: Any) -> None:
     async def whole() -> None:
         async with served(folder, **settings) as (client, upstream, fake):
-            await asyncio.wait_for(test(client, upstream, fake), 20)
+            await asyncio.wait_for(test(client, upstream, fake), 60)
 
     asyncio.run(whole())
 
