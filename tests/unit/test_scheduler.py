@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_model import STEP, FakeModel, FakeSwapped
+from support.fake_model import STEP, FakeModel, FakeSwapped, Hold
 from support.served import Asked, answer, ask, request
 
 from kvflash_ggml.batching.messages import Access, Failed, Finished, Started
@@ -517,7 +517,8 @@ def test_running_answers_end_when_told(make: Make) -> None:
 
 @pytest.mark.parametrize("what", ["submit", "call"])
 def test_what_comes_while_the_server_ends_is_told_so(make: Make, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = make()
+    hold = Hold()
+    scheduler = make(FakeModel(on_step=hold))
     closing = threading.Thread(target=scheduler.close)
 
     class Late(deque[Any]):
@@ -536,7 +537,11 @@ def test_what_comes_while_the_server_ends_is_told_so(make: Make, what: str, monk
         monkeypatch.setattr(
             scheduler.waiting, "put", lambda job, pace: (closing.start(), closing.join(0.2), put(job, pace=pace))
         )
-        end = ask(scheduler, [1, 2, 3]).wait()
+        asked = ask(scheduler, [1, 2, 3])
+        while not scheduler.call(int).done():  # until calls are refused
+            time.sleep(0.001)
+        hold.set()
+        end = asked.wait()
         assert isinstance(end, Failed)
         assert end.code == "shutdown"
     closing.join(60)
