@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import GEN_RUNNING, getgeneratorstate
 
 from .answer import Answer
@@ -18,7 +18,7 @@ class Running:
     """An answer in a slot. steps: `Answer.make`. pending: its next step; None where it has to be prepared first.
 
     stepped: when the newest step of its prompt was done, at its token `done`; None before the first one. let: tokens of
-    other prompts that were read between its steps.
+    other prompts that were read between its steps. cached: tokens that need not be read of prompts that wait meanwhile.
     """
 
     job: Job
@@ -29,6 +29,7 @@ class Running:
     stepped: float | None = None
     done: int = 0
     let: int = 0
+    cached: dict[Job, int] = field(default_factory=dict)
     pending: Pending | None = None
 
     @property

@@ -407,16 +407,21 @@ class Scheduler:
             return
         self._bring_back()
 
+        def unread(job: Job) -> int:
+            if job not in reader.cached:  # looked up once: many may wait, and many texts begin like theirs
+                reader.cached[job] = self._cached(job.request)
+            return len(job.request.tokens) - reader.cached[job]
+
         def fits(job: Job) -> bool:
-            cached, left = self._cached(job.request), int(LET_SHARE * done) - reader.let
-            return len(job.request.tokens) - cached <= left and not reader.slot.will_gain(job.request, cached)
+            left = int(LET_SHARE * done) - reader.let
+            return unread(job) <= left and not reader.slot.will_gain(job.request, reader.cached[job])
 
         while any(slot.request is None for slot in self.slots):
             job = self.waiting.take(fits)
             if job is None:
                 return
             if not self._fetches(job):
-                reader.let += len(job.request.tokens) - self._cached(job.request)
+                reader.let += unread(job)
                 self._begin(job)
 
     def _round(self, answers: Sequence[Running]) -> None:
