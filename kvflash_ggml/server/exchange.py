@@ -118,13 +118,13 @@ class ChoiceAnswer(Answer):
             **self._base,
             "choices": [*choices],
             "usage": usage(finished.usage),
-            "timings": timings(finished.usage),
+            "timings": timings(finished),
             **self._report(finished),
         }
 
     def ending(self, finished: Finished) -> Iterator[bytes]:
         options, shown = self._asked.stream_options, self._report(finished)
-        last = {**self._chunk, "choices": [], "timings": timings(finished.usage), **shown}
+        last = {**self._chunk, "choices": [], "timings": timings(finished), **shown}
         if options is not None and options.include_usage:
             yield frame({**last, "usage": usage(finished.usage)})
         elif shown or self._asked.timings_per_token:

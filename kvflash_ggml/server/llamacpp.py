@@ -241,6 +241,6 @@ class RawAnswer(Answer):
                 "stream": asked.stream,
                 "n_probs": asked.n_probs,
             },
-            "timings": timings(took),
+            "timings": timings(finished),
             **self._report(finished),
         }

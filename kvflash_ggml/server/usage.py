@@ -21,7 +21,10 @@ def heading(id: str, kind: str, alias: str) -> dict[str, Any]:
 
 
 def together(ended: Sequence[Finished], *, each: int) -> Finished:
-    """Sum up several answers. each: answers to a prompt, whose tokens count once. The report is the last one's."""
+    """Sum up several answers. each: answers to a prompt, whose tokens count once.
+
+    The report is the last one's, but for the counts of drafts.
+    """
     took, read = [end.usage for end in ended], [end.usage for end in ended[::each]]
     previews = [one.preview for one in read if one.preview is not None]
     sums = Usage(
@@ -36,7 +39,9 @@ def together(ended: Sequence[Finished], *, each: int) -> Finished:
         if previews
         else None,
     )
-    return replace(ended[-1], usage=sums)
+    last = ended[-1].report
+    drafts = {name: sum(end.report[name] for end in ended) for name in ("drafted", "accepted") if name in last}
+    return replace(ended[-1], usage=sums, report={**last, **drafts})
 
 
 def usage(took: Usage) -> dict[str, Any]:
@@ -48,8 +53,10 @@ def usage(took: Usage) -> dict[str, Any]:
     }
 
 
-def timings(took: Usage) -> dict[str, Any]:
-    """Return the timings as llama-server has them, in milliseconds."""
+def timings(finished: Finished) -> dict[str, Any]:
+    """Return the timings as llama-server has them, in milliseconds. `draft_n` is there where an answer had drafts."""
+    took, drafted = finished.usage, finished.report.get("drafted", 0)
+    drafts = {"draft_n": drafted, "draft_n_accepted": finished.report.get("accepted", 0)} if drafted else {}
     read = took.prompt - took.cached if took.preview is None else took.preview.read
     made = took.generated
     return {
@@ -63,6 +70,7 @@ def timings(took: Usage) -> dict[str, Any]:
         # the first token comes with the prompt
         "predicted_per_token_ms": round(took.generation_s * 1e3 / (made - 1), 3) if made > 1 else 0.0,
         "predicted_per_second": round((made - 1) / took.generation_s, 3) if took.generation_s > 0 and made > 1 else 0.0,
+        **drafts,
     }
 
 

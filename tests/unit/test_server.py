@@ -187,6 +187,9 @@ def test_the_timings_of_a_stream(path: str) -> None:
     last = Server().post(path, {**asked, "timings_per_token": True}).frames[-2]
     assert (last["choices"], last["timings"]["predicted_n"]) == ([], 2)
     assert {"prompt_per_token_ms", "predicted_per_token_ms"} <= set(last["timings"])
+    assert (last["timings"]["draft_n"], last["timings"]["draft_n_accepted"]) == (2, 1)
+    both = Server().post(path, {**asked, "timings_per_token": True, "n": 2}).frames[-2]["timings"]
+    assert (both["draft_n"], both["draft_n_accepted"]) == (4, 2), "of both answers"
     assert Server().post(path, asked).frames[-2]["choices"] != []
 
 
