@@ -101,6 +101,9 @@ class Llama(llama_cpp.Llama):
     draft_model: as upstream; with a pool also the GGUF file of a drafter. It does not imply logits_all with a pool: for
         logprobs give it. A draft token joins the text once the sampler has drawn it.
 
+    The attribute kvflash_samplers, a `Sampling`, has llama.cpp's samplers for all later calls, DRY and XTC among them.
+    Of a call's own keywords, seed, logit_bias and grammar still count. With None, the default, all of them do.
+
     Several threads may use one object: a call waits for the other's to end, or for its stream's next piece. It holds
     one text: a stream that is advanced after another call has changed that raises KVFlashError.
 
