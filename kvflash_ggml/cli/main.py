@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -56,24 +58,32 @@ class Imported(Mapping[str, click.Command]):
         return len(_MODULES)
 
 
+@contextmanager
+def _plain_end() -> Iterator[None]:
+    """End without a traceback: Ctrl-C with its usual exit code, a stdout that takes no more with what is wrong."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo(err=True)
+        raise click.exceptions.Exit(INTERRUPTED) from None
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # click ends quietly
+            raise
+        raise click.ClickException(str(error)) from error
+
+
 class Verbs(click.Group):
-    """Ctrl-C ends with its usual exit code and no traceback."""
+    """Ends as `_plain_end`, also while it imports a verb."""
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
-        try:
+        with _plain_end():
             return super().make_context(*args, **extra)
-        except KeyboardInterrupt:  # while it imports a verb
-            click.echo(err=True)
-            raise click.exceptions.Exit(INTERRUPTED) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         if is_dumb():
             ctx.color = False
-        try:
+        with _plain_end():
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            click.echo(err=True)
-            ctx.exit(INTERRUPTED)
 
 
 class DefaultRun(Verbs):

@@ -33,7 +33,10 @@ _LONGEST = 64
 def check(path: Path) -> None:
     """Raise ConfigError if `path` exists and is no GGUF file. llama.cpp reports a path that does not exist."""
     try:
+        str(path).encode()
         start = _start(path)
+    except UnicodeEncodeError as error:  # upstream hands the path over in UTF-8
+        raise _refusal(Path(ascii(str(path))), "has a name that is not UTF-8: rename it, or link to it") from error
     except OSError as error:
         reason = error.strerror or error
         raise _refusal(path, f"cannot be read ({reason}): check its name, and who may read it") from error

@@ -121,6 +121,20 @@ def test_a_file_that_is_no_model(tmp_path: Path, content: bytes, why: str) -> No
         reader.check(path)
 
 
+def test_a_model_whose_name_is_no_text() -> None:
+    with pytest.raises(ConfigError, match=r"m\\udcf6.gguf' has a name that is not UTF-8: rename it, or link to it"):
+        reader.check(Path(os.fsdecode(b"m\xf6.gguf")))
+
+
+@pytest.mark.parametrize("line", [["--version"], ["list"]])
+def test_a_disk_that_is_full(line: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvflash_ggml", *line], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr.strip()) == (1, "Error: [Errno 28] No space left on device")
+
+
 def test_a_folder_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is a folder: give the path of a \.gguf file"):
         reader.check(tmp_path)
