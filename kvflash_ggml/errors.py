@@ -166,7 +166,7 @@ class SnapshotMismatch(SnapshotError):
 def brief(value: object) -> str:
     """A value from a stranger's file, fit for a terminal."""
     text = str(value)
-    return ascii(text[:100])[1:-1] + "..." * (len(text) > 100)
+    return repr(text[:100])[1:-1] + "..." * (len(text) > 100)
 
 
 def mebibytes(size: int) -> str:

@@ -9,7 +9,7 @@ import random
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TextIO
 
@@ -188,10 +188,20 @@ class _LogHandler(logging.Handler):
                 raise click.UsageError(f"--log-file {output.log_file}: {err.strerror}") from err
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write a line. A disk that is full, or a pipe that is closed, must not end whoever logs."""
         text = self.format(record)
-        click.echo(text, err=True)
-        if self._file is not None:
-            self._file.write(f"{text}\n")
+        with suppress(OSError):
+            click.echo(text, err=True)
+        if (file := self._file) is None:
+            return
+        try:
+            file.write(f"{text}\n")
+        except OSError as err:
+            self._file = None
+            with suppress(OSError):
+                click.echo(f"kvflash: --log-file {file.name}: {err.strerror}: nothing more is written there", err=True)
+            with suppress(OSError):
+                file.close()
 
     def close(self) -> None:
         if self._file is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import runpy
 import signal
@@ -17,8 +18,9 @@ import pytest
 from click.testing import CliRunner
 from support.fake_llama import REPLY, Stage, interrupt_at, staged
 
-from kvflash_ggml.cli import chat, prompt, terminal
+from kvflash_ggml.cli import chat, model, prompt, terminal
 from kvflash_ggml.cli.main import main
+from kvflash_ggml.cli.options import LogOptions
 from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.gguf import reader
 
@@ -133,6 +135,26 @@ def test_a_disk_that_is_full(line: list[str]) -> None:
             [sys.executable, "-m", "kvflash_ggml", *line], stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert (done.returncode, done.stderr.strip()) == (1, "Error: [Errno 28] No space left on device")
+
+
+def test_a_log_file_on_a_full_disk(cli: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    """What logs goes on: a server's thread, too."""
+    model.log_to_stderr(LogOptions(log_file=Path("/dev/full")))
+    for text in ("one", "two"):
+        logging.getLogger("kvflash_ggml").warning(text)
+    assert capsys.readouterr().err.splitlines() == [
+        "kvflash: warning: one",
+        "kvflash: --log-file /dev/full: No space left on device: nothing more is written there",
+        "kvflash: warning: two",
+    ]
+
+
+def test_a_log_on_a_closed_pipe(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    monkeypatch.setattr(closed, "write", lambda text: (_ for _ in ()).throw(BrokenPipeError))
+    monkeypatch.setattr(sys, "stderr", closed)
+    model.log_to_stderr(LogOptions())
+    logging.getLogger("kvflash_ggml").warning("a text")
 
 
 def test_a_folder_is_no_model(tmp_path: Path) -> None:
