@@ -81,7 +81,7 @@ class AnswerReader:
         self._reasoning: list[str] = []
         self.odd = False
         base = None if parse is None else parse("")
-        self._told = {"content": base.content if base else "", "reasoning": base.reasoning if base else ""}
+        self._sent = {"content": base.content if base else "", "reasoning": base.reasoning if base else ""}
 
     @property
     def called(self) -> bool:
@@ -132,15 +132,15 @@ class AnswerReader:
                 self._calls.append(Call(id=call.id or _made_id(), name=call.name, arguments=arguments))
                 made = self._calls[i]
                 yield Delta(index=i, id=made.id, name=made.name, arguments=arguments)
-            elif len(arguments) > len(told := self._calls[i].arguments) and arguments.startswith(told):
+            elif len(arguments) > len(sent := self._calls[i].arguments) and arguments.startswith(sent):
                 self._calls[i] = Call(id=self._calls[i].id, name=self._calls[i].name, arguments=arguments)
-                yield Delta(index=i, arguments=arguments[len(told) :])
+                yield Delta(index=i, arguments=arguments[len(sent) :])
 
     def _grown(self, kind: str, text: str) -> Iterator[Delta]:
-        told = self._told[kind]
-        if len(text) > len(told) and text.startswith(told):
-            more = text[len(told) :]
-            self._told[kind] = text
+        sent = self._sent[kind]
+        if len(text) > len(sent) and text.startswith(sent):
+            more = text[len(sent) :]
+            self._sent[kind] = text
             (self._content if kind == "content" else self._reasoning).append(more)
             yield Delta(content=more) if kind == "content" else Delta(reasoning=more)
 
@@ -197,11 +197,11 @@ class AnswerReader:
     def _lost(self, parsed: Parsed, rest: str) -> bool:
         """Report whether a word of the text is in no part of this answer, or other text was returned before."""
         if rest != self._text:
-            pairs = [(told.name, told.arguments, call) for told, call in zip(self._calls, parsed.calls, strict=False)]
+            pairs = [(sent.name, sent.arguments, call) for sent, call in zip(self._calls, parsed.calls, strict=False)]
             if any(name != call.name or not call.arguments.startswith(part) for name, part, call in pairs):
                 return True
             for kind, text in (("content", parsed.content), ("reasoning", parsed.reasoning)):
-                if not text.startswith(self._told[kind]) and not self._told[kind].startswith(text):
+                if not text.startswith(self._sent[kind]) and not self._sent[kind].startswith(text):
                     return True
         parts = [parsed.content, parsed.reasoning, rest]
         for call in parsed.calls:

@@ -44,32 +44,32 @@ class ChatTemplate:
         self._marks = words(source) | _MARKS
         self._rendered = lru_cache(KEPT)(self._render)
 
-    def render(self, asked: ChatInput) -> Rendered:
+    def render(self, request: ChatInput) -> Rendered:
         """Render a chat as a prompt, up to where the answer begins. ConfigError says what the template refuses."""
-        tools = [] if asked.choice == "none" else asked.tools
+        tools = [] if request.choice == "none" else request.tools
         if not self.caps["supports_tool_calls"]:
             if not self._pythonic:
-                return self._in_words(asked, tools)
-            several = asked.parallel is None and asked.choice == "auto"  # the template does not say that they may
-            asked = replace(
-                asked, messages=calls_as_content(asked.messages), parallel=True if several else asked.parallel
+                return self._in_words(request, tools)
+            several = request.parallel is None and request.choice == "auto"  # the template does not say that they may
+            request = replace(
+                request, messages=calls_as_content(request.messages), parallel=True if several else request.parallel
             )
         else:
             if (
-                any(message.get("tool_calls") and message.get("content") for message in asked.messages)
+                any(message.get("tool_calls") and message.get("content") for message in request.messages)
                 and self._calls_or_text
             ):
-                asked = replace(asked, messages=text_apart(asked.messages))
+                request = replace(request, messages=text_apart(request.messages))
             if not self.caps["supports_parallel_tool_calls"]:
-                asked = replace(asked, messages=one_call_a_turn(asked.messages))
+                request = replace(request, messages=one_call_a_turn(request.messages))
         if not self.caps["supports_tools"]:
-            asked = replace(asked, messages=in_words(asked.messages, tools, calls=True))
-        whole = self._rendered(_written(asked, tools))
-        if asked.named is None:
+            request = replace(request, messages=in_words(request.messages, tools, calls=True))
+        whole = self._rendered(_written(request, tools))
+        if request.named is None:
             return whole
         # the prompt has all tools, the answer calls one
-        named = [tool for tool in tools if tool["function"]["name"] == asked.named]
-        return replace(self._rendered(_written(asked, named)), prompt=whole.prompt)
+        named = [tool for tool in tools if tool["function"]["name"] == request.named]
+        return replace(self._rendered(_written(request, named)), prompt=whole.prompt)
 
     @cached_property
     def _pythonic(self) -> bool:
@@ -84,24 +84,25 @@ class ChatTemplate:
         for zone in ("here", "there"):
             call = {"id": "abcdefghi", "function": {"name": "clock", "arguments": json.dumps({"zone": zone})}}
             turn = {"role": "assistant", "content": "Let me see.", "tool_calls": [call]}
-            told = {"role": "tool", "tool_call_id": "abcdefghi", "name": "clock", "content": "noon"}
-            chat = ChatInput(messages=[{"role": "user", "content": "When?"}, turn, told])
+            reply = {"role": "tool", "tool_call_id": "abcdefghi", "name": "clock", "content": "noon"}
+            chat = ChatInput(messages=[{"role": "user", "content": "When?"}, turn, reply])
             try:
                 prompts.add(self._rendered(_written(chat, ())).prompt)
             except ConfigError:
                 return False  # which says what it refuses when it is asked
         return len(prompts) == 1
 
-    def _in_words(self, asked: ChatInput, tools: Sequence[Mapping[str, Any]]) -> Rendered:
+    def _in_words(self, request: ChatInput, tools: Sequence[Mapping[str, Any]]) -> Rendered:
         """Render for a template without calls: a message describes the tools and the form of their calls."""
-        told = in_words(asked.messages, tools, calls=False)
-        whole = self._rendered(_written(replace(asked, messages=told, named=None), ()))
+        messages = in_words(request.messages, tools, calls=False)
+        whole = self._rendered(_written(replace(request, messages=messages, named=None), ()))
         if not tools:
             return whole
-        calls = _plain().render(replace(asked, messages=[{"role": "user", "content": ""}], kwargs={}, continued=False))
+        empty = [{"role": "user", "content": ""}]
+        calls = _plain().render(replace(request, messages=empty, kwargs={}, continued=False))
         return replace(whole, grammar=calls.grammar, reader=calls.reader)
 
-    def _told(self, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    def _native(self, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """Render, in a second attempt without user turns behind a tool's result: Mistral's templates refuse these."""
         try:
             return native.render(self._template, given)
@@ -109,36 +110,36 @@ class ChatTemplate:
             joined = joined_results(given["messages"])
             if joined == given["messages"]:
                 raise ConfigError(f"the chat template refuses these messages: {str(err)[:300]}") from err
-        return self._told({**given, "messages": joined})
+        return self._native({**given, "messages": joined})
 
-    def _render(self, asked: str) -> Rendered:
-        given = json.loads(asked)
-        told, parser = self._told(given)
-        if given["continued"] and told["grammar"] and not told["lazy"]:
-            _check_begun(told["generation_prompt"])
-        parses = given["tools"] or (told["thinks"] and given["reasoning"] != "none")
+    def _render(self, request: str) -> Rendered:
+        given = json.loads(request)
+        found, parser = self._native(given)
+        if given["continued"] and found["grammar"] and not found["lazy"]:
+            _check_begun(found["generation_prompt"])
+        parses = given["tools"] or (found["thinks"] and given["reasoning"] != "none")
         grammar = Grammar(
             text=_strict(
-                told["grammar"],
+                found["grammar"],
                 called=given["tool_choice"] == "required",
                 one=given["parallel"] is False,
-                thinking=told["thinking"],
+                thinking=found["thinking"],
             ),
-            lazy=told["lazy"],
-            triggers=tuple(told["triggers"]),
-            trigger_words=tuple(told["words"]),
-            prefill=told["generation_prompt"],
-            thinking=tuple(told["thinking"]),
+            lazy=found["lazy"],
+            triggers=tuple(found["triggers"]),
+            trigger_words=tuple(found["words"]),
+            prefill=found["generation_prompt"],
+            thinking=tuple(found["thinking"]),
         )
         return Rendered(
-            prompt=told["prompt"],
+            prompt=found["prompt"],
             grammar=grammar if grammar.text else None,
-            preserved=tuple(told["preserved"]),
-            stops=tuple(told["stops"]),
-            borders=tuple((role, text) for role, text in told["borders"]),
-            thinks=told["thinks"],
+            preserved=tuple(found["preserved"]),
+            stops=tuple(found["stops"]),
+            borders=tuple((role, text) for role, text in found["borders"]),
+            thinks=found["thinks"],
             reader=partial(
-                AnswerReader, partial(_parsed, parser) if parses else None, marks=self._marks | words(told["marks"])
+                AnswerReader, partial(_parsed, parser) if parses else None, marks=self._marks | words(found["marks"])
             ),
         )
 
@@ -190,23 +191,23 @@ def _plain() -> ChatTemplate:
     return ChatTemplate(TEMPLATE)
 
 
-def _written(asked: ChatInput, tools: Sequence[Mapping[str, Any]]) -> str:
+def _written(request: ChatInput, tools: Sequence[Mapping[str, Any]]) -> str:
     """What the library is asked, as JSON."""
-    kwargs = dict(asked.kwargs)
-    if asked.enable_thinking is not None:
-        kwargs["enable_thinking"] = asked.enable_thinking
+    kwargs = dict(request.kwargs)
+    if request.enable_thinking is not None:
+        kwargs["enable_thinking"] = request.enable_thinking
     thinking = kwargs.get("enable_thinking", True)
-    choice = "required" if asked.named is not None and tools else asked.choice
+    choice = "required" if request.named is not None and tools else request.choice
     return json.dumps(
         {
-            "messages": [_message(message) for message in asked.messages],
+            "messages": [_message(message) for message in request.messages],
             "tools": [dict(tool) for tool in tools],
             "tool_choice": choice,
-            "parallel": False if asked.parallel is None and choice == "required" else asked.parallel,
-            "reasoning": asked.reasoning,
+            "parallel": False if request.parallel is None and choice == "required" else request.parallel,
+            "reasoning": request.reasoning,
             "enable_thinking": thinking if isinstance(thinking, bool) else True,
             "kwargs": kwargs,
-            "continued": asked.continued,
+            "continued": request.continued,
         }
     )
 

@@ -78,15 +78,15 @@ class Said:
 
     def as_openai(self) -> dict[str, Any]:
         """Return the answer as a message of OpenAI's API."""
-        told: dict[str, Any] = {
+        message: dict[str, Any] = {
             "role": "assistant",
             "content": self.content if self.content.strip() or not self.calls else None,
         }
         if self.reasoning:
-            told["reasoning_content"] = self.reasoning
+            message["reasoning_content"] = self.reasoning
         if self.calls:
-            told["tool_calls"] = [call.as_openai() for call in self.calls]
-        return told
+            message["tool_calls"] = [call.as_openai() for call in self.calls]
+        return message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

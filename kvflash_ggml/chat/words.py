@@ -48,12 +48,12 @@ def in_words(
     out = [dict(message) for message in messages] if calls else _without_calls(messages)
     if not tools:
         return out
-    told = _TOLD.format(signatures="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    told += "" if calls else _FORM
+    text = _TOLD.format(signatures="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    text += "" if calls else _FORM
     if out and out[0]["role"] == "system":
-        out[0]["content"] = f"{out[0]['content']}\n\n{told}"
+        out[0]["content"] = f"{out[0]['content']}\n\n{text}"
     else:
-        out.insert(0, {"role": "system", "content": told})
+        out.insert(0, {"role": "system", "content": text})
     return out
 
 

@@ -18,9 +18,9 @@ def open_template(source: str, *, bos: str, eos: str) -> tuple[Any, dict[str, bo
     return ffi.gc(made[0], lib.kvf_chat_close), _taken(caps)
 
 
-def render(template: Any, asked: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+def render(template: Any, request: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """A chat as `kvf_chat.h` describes it, and the parser of its answers. ConfigError says what is wrong with it."""
-    rendered, parser, data = ffi.new("kvf_chat_text *"), ffi.new("kvf_chat_parser **"), json.dumps(asked).encode()
+    rendered, parser, data = ffi.new("kvf_chat_text *"), ffi.new("kvf_chat_parser **"), json.dumps(request).encode()
     _check(lib.kvf_chat_render(template, data, len(data), rendered, parser))
     return _taken(rendered), ffi.gc(parser[0], lib.kvf_chat_parser_close)
 
@@ -33,9 +33,9 @@ def parse(parser: Any, text: str) -> dict[str, Any]:
     return found
 
 
-def sampler(vocab: int, asked: Mapping[str, Any]) -> int:
+def sampler(vocab: int, request: Mapping[str, Any]) -> int:
     """The address of a llama_sampler that holds an answer to a grammar, 0 if it is none. vocab: a llama_vocab's."""
-    data = json.dumps(asked).encode()
+    data = json.dumps(request).encode()
     return int(ffi.cast("uintptr_t", lib.kvf_chat_sampler(ffi.cast("void *", vocab), data, len(data))))
 
 
@@ -52,5 +52,5 @@ def _taken(text: Any) -> Any:
 
 def _check(status: int) -> None:
     if status != lib.KVF_CHAT_STATUS_SUCCESS:
-        told = ffi.string(lib.kvf_chat_last_error()).decode("utf-8", "replace")
-        raise (HostMemoryError if status == lib.KVF_CHAT_STATUS_MEMORY else ConfigError)(told)
+        why = ffi.string(lib.kvf_chat_last_error()).decode("utf-8", "replace")
+        raise (HostMemoryError if status == lib.KVF_CHAT_STATUS_MEMORY else ConfigError)(why)

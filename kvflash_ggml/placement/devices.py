@@ -92,7 +92,7 @@ def parse_overrides(text: str) -> tuple[Override, ...]:
 
 
 def place(
-    path: str, asked: DeviceChoice, settings: dict[str, Any], endpoints: Sequence[Endpoint] = ()
+    path: str, choice: DeviceChoice, settings: dict[str, Any], endpoints: Sequence[Endpoint] = ()
 ) -> ModelArrays | None:
     """The arrays that say so to llama.cpp, or None where all is left to it. ConfigError for what is not there.
 
@@ -103,35 +103,35 @@ def place(
     """
     from ..native.devices import ModelArrays
 
-    if asked == DeviceChoice() and not endpoints:
+    if choice == DeviceChoice() and not endpoints:
         return None
-    known, use = _known(endpoints), holders(asked, endpoints)
-    overrides = list(asked.override_tensor)
-    if asked.n_cpu_moe:
-        layers: Sequence[int] = range(min(asked.n_cpu_moe, MAX_LAYERS))
+    known, use = _known(endpoints), holders(choice, endpoints)
+    overrides = list(choice.override_tensor)
+    if choice.n_cpu_moe:
+        layers: Sequence[int] = range(min(choice.n_cpu_moe, MAX_LAYERS))
         if settings.get("split_mode", LAYER) != NONE:
             by_name = {device.name: device for device in known}
             chosen = default_devices(known) if use is None else [by_name[name] for name in use]
             if len(chosen) > 1:
                 use = tuple(device.name for device in chosen)
-                layers = _share_experts(path, asked.n_cpu_moe, chosen, settings)
+                layers = _share_experts(path, choice.n_cpu_moe, chosen, settings)
         overrides += experts(layers, HOST)
     return ModelArrays(use, overrides)
 
 
-def holders(asked: DeviceChoice, endpoints: Sequence[Endpoint]) -> tuple[str, ...] | None:
+def holders(choice: DeviceChoice, endpoints: Sequence[Endpoint]) -> tuple[str, ...] | None:
     """The names of the devices that hold layers, None for llama.cpp's choice, which knows of no server.
 
     ConfigError if anything is to go where it cannot.
     """
-    if asked == DeviceChoice() and not endpoints:
+    if choice == DeviceChoice() and not endpoints:
         return None
-    known, use = _known(endpoints), asked.device
+    known, use = _known(endpoints), choice.device
     if use is None and endpoints:
         use = tuple(device.name for device in default_devices(known))
     if use is not None:
         check_devices(use, known)
-    check_overrides(asked.override_tensor, known)
+    check_overrides(choice.override_tensor, known)
     return use
 
 
@@ -219,8 +219,8 @@ def _share_experts(
     read: Callable[[Path], reader.GGUF] = reader.read,
 ) -> list[int]:  # fmt: skip
     n_layers = int(read(Path(path)).own("block_count"))
-    asked = settings.get("tensor_split")
-    splits = list(asked)[: len(chosen)] if asked and any(asked) else [max(1, device.free_bytes) for device in chosen]
+    split = settings.get("tensor_split")
+    splits = list(split)[: len(chosen)] if split and any(split) else [max(1, device.free_bytes) for device in chosen]
     splits += [0.0] * (len(chosen) - len(splits))
     parts = slices(n_layers, settings.get("n_gpu_layers", 0), splits)
     settings["tensor_split"] = [float(len(part)) for part in parts]

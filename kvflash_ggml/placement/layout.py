@@ -191,9 +191,9 @@ class Layouts:
         if self.request.tensor_split is not None:
             shares = (*self.request.tensor_split, *(0.0 for _ in self.devices))[: len(self.devices)]
             bounds = bounds_of(shares, n)
-            asked = np.zeros((n + 1, n + 1), np.bool_)
-            asked[bounds[number], bounds[number + 1]] = True
-            return asked
+            requested = np.zeros((n + 1, n + 1), np.bool_)
+            requested[bounds[number], bounds[number + 1]] = True
+            return requested
         if number in self.taking_part:
             return np.triu(np.ones((n + 1, n + 1), np.bool_))
         return np.eye(n + 1, dtype=np.bool_)

@@ -75,13 +75,13 @@ def margin(device: Device, fit: Fit) -> int:
 
     One number of a user's is for every device but the host, as upstream's --fit-target is.
     """
-    asked = fit.margin
-    if isinstance(asked, Mapping):
-        asked = asked.get(device.name)
+    given = fit.margin
+    if isinstance(given, Mapping):
+        given = given.get(device.name)
     elif device.kind == "host":
-        asked = None
-    if asked is not None:
-        return asked
+        given = None
+    if given is not None:
+        return given
     match device.kind:
         case "gpu":
             return max(512 * MIB, device.total // 50)

@@ -107,17 +107,17 @@ def _split(search: Search) -> Iterator[Change]:
 def _experts(search: Search) -> Iterator[Change]:
     """Yield the fewest layers whose experts must lie on the host."""
     count = sum(layer.experts > 0 for layer in search.sizes.layers)
-    asked = search.request.n_cpu_moe or 0
-    if search.request.n_cpu_moe is None or search.request.n_gpu_layers == 0 or asked >= count:
+    least = search.request.n_cpu_moe or 0
+    if search.request.n_cpu_moe is None or search.request.n_gpu_layers == 0 or least >= count:
         return
-    n = bisect_left(range(count), True, lo=asked + 1, key=lambda n: _with(search, {"n_cpu_moe": n}).run() is not None)
+    n = bisect_left(range(count), True, lo=least + 1, key=lambda n: _with(search, {"n_cpu_moe": n}).run() is not None)
     yield f"-ncmoe {n}", {"n_cpu_moe": n}, "every token computes those experts on the host"
 
 
 def _layers(search: Search) -> Iterator[Change]:
     """Yield as many layers on the devices as fit."""
-    asked = search.request.n_gpu_layers
-    if asked is None or asked == 0:
+    requested = search.request.n_gpu_layers
+    if requested is None or requested == 0:
         return
     found = _with(search, {"n_gpu_layers": None}).run()
     if found is not None:

@@ -39,7 +39,7 @@ def predict(
     path: str | os.PathLike[str],
     model_params: Any,
     context_params: Any,
-    asked: Callable[[ModelSizes, tuple[Device, ...]], Request],
+    make_request: Callable[[ModelSizes, tuple[Device, ...]], Request],
     *,
     device: Sequence[str] | None = None,
     overrides: Overrides = (),
@@ -48,15 +48,15 @@ def predict(
     """The placement of a request, confirmed by a measure of it, and the devices. No byte of a weight is read.
 
     model_params: llama_model_params, of which the devices count. context_params: llama_context_params, for what a
-    request does not name; n_ctx may be 0. asked: the request for a model of these sizes on these devices. device,
-    overrides: the user's own, or those of connected servers and of this machine. reserved: bytes that something else
-    will take of the first device. ConfigError for a file that is no model, or a name that is no device's,
-    UnsupportedModelError for a model that cannot have the pool that is asked for, DoesNotFit.
+    request does not name; n_ctx may be 0. make_request: returns the request for a model of these sizes on these
+    devices. device, overrides: the user's own, or those of connected servers and of this machine. reserved: bytes that
+    something else will take of the first device. ConfigError for a file that is no model, or a name that is no
+    device's, UnsupportedModelError for a model that cannot have the pool that is asked for, DoesNotFit.
     """
     layers = ALL_LAYERS if model_params.n_gpu_layers else 0
     with _sketch(path, model_params, layers, None, ModelArrays(device, overrides)) as model:
         sizes, devices = sizes_of(model, context_params, overrides=overrides), memory.of_model(model)
-        request = asked(sizes, devices)
+        request = make_request(sizes, devices)
         _check_names(request.fit, devices)
         first = next((x for x in devices if memory.usable(x)), devices[-1])
         request = replace(request, extra={first.name: reserved})
@@ -76,7 +76,7 @@ def imagine(
     path: str | os.PathLike[str],
     model_params: Any,
     context_params: Any,
-    asked: Callable[[ModelSizes, tuple[Device, ...]], Request],
+    make_request: Callable[[ModelSizes, tuple[Device, ...]], Request],
     machine: tuple[Device, ...],
     *,
     overrides: Overrides = (),
@@ -92,7 +92,7 @@ def imagine(
         sizes = sizes_of(model, context_params, overrides=overrides)
         if not any(weight.name == _OUTPUT for weight in native.weights(model)):  # tied: a device gets a copy
             sizes = replace(sizes, output=sizes.output + sizes.embedding)
-        request = asked(sizes, machine)
+        request = make_request(sizes, machine)
         _check_names(request.fit, machine)
         request = replace(request, extra={machine[0].name: reserved})
         params = copied(context_params, n_ctx=request.n_ctx)
@@ -135,10 +135,10 @@ def _sketch(
         yield model
 
 
-def _check_names(asked: Fit, devices: Sequence[Device]) -> None:
+def _check_names(fit: Fit, devices: Sequence[Device]) -> None:
     names = [device.name for device in devices]
-    margins = asked.margin if isinstance(asked.margin, Mapping) else {}
-    for name in (*asked.free, *margins):
+    margins = fit.margin if isinstance(fit.margin, Mapping) else {}
+    for name in (*fit.free, *margins):
         if name not in names:
             raise ConfigError(f"fit: {name!r} is no device of this model: it has {', '.join(names)}")
 

@@ -60,17 +60,17 @@ class Search:
     def nearest(self) -> Layout:
         """Return the layout of the last level that can be tried, with the least of everything."""
         *_, level = self.levels()
-        first = {3: self._asked_first() or 1, 4: self.layouts.n_layers + 1}.get(level, 0)
+        first = {3: self._requested_first() or 1, 4: self.layouts.n_layers + 1}.get(level, 0)
         shape = self._shape(self.floor, self.ubatches[-1], self.types[-1])
         return self.layouts.nearest(shape, first, _experts(level))
 
     def levels(self) -> Iterator[Level]:
         """Yield the levels that the request leaves open, the best first."""
-        asked = self.request.n_gpu_layers
-        if asked == 0 or not self.layouts.taking_part:
+        requested = self.request.n_gpu_layers
+        if requested == 0 or not self.layouts.taking_part:
             yield 4
             return
-        first = self._asked_first()
+        first = self._requested_first()
         if not first:
             movable = any(layer.experts for layer in self.sizes.layers)
             if not (movable and self.request.n_cpu_moe):
@@ -79,15 +79,15 @@ class Search:
                 yield 2
         if first != 0:
             yield 3
-        if asked is None:
+        if requested is None:
             yield 4
 
-    def _asked_first(self) -> int | None:
+    def _requested_first(self) -> int | None:
         """Return the first layer that the user puts on a device, None if that is open."""
-        asked = self.request.n_gpu_layers
-        if asked is None:
+        requested = self.request.n_gpu_layers
+        if requested is None:
             return None
-        return max(0, self.layouts.n_layers + 1 - asked) if asked >= 0 else 0
+        return max(0, self.layouts.n_layers + 1 - requested) if requested >= 0 else 0
 
     def _first_steps(self, level: Level) -> tuple[int, ...]:
         """Return the step sizes to place experts with: usually the smallest one.
@@ -141,8 +141,8 @@ class Search:
         """Return the best layout of a level. first: the first layer on a device; found if it is open."""
         if level != 3:
             return self.layouts.find(shape, self.layouts.n_layers + 1 if level == 4 else 0, _experts(level))
-        if (asked := self._asked_first()) is not None:
-            return self.layouts.find(shape, asked, "fill")
+        if (requested := self._requested_first()) is not None:
+            return self.layouts.find(shape, requested, "fill")
         first = first or self._bisect(shape)
         return self.layouts.find(shape, first, "host") if first < self.layouts.n_layers else None
 
@@ -175,8 +175,8 @@ def pool_range(request: Request) -> tuple[int, int]:
     if request.pool == "auto":
         floor = min(full, max(minimum, POOL_FLOOR))
         return floor, min(full, max(floor, SPEED_CAP))
-    asked = min(full, max(minimum, round_up(request.pool, POOL_STEP)))
-    return asked, asked
+    requested = min(full, max(minimum, round_up(request.pool, POOL_STEP)))
+    return requested, requested
 
 
 def _types(sizes: ModelSizes, request: Request) -> tuple[tuple[str, str], ...]:
