@@ -337,6 +337,8 @@ class Scheduler:
         # prompts that are to share a step, and whose texts can be copied once they are read
         self._round([one for one in begun if not one.answer.generated and one.slot.will_gain(request)])
         free = [slot for slot in self.slots if slot.request is None]
+        if not free:  # others began between two steps of such a prompt
+            return self.waiting.put_first(job)
         # an empty one rather than one whose text somebody may go on with
         slot = max(free, key=lambda slot: (slot.gain(request), slot.conversation is None, -slot.used))
         slot.request, slot.used, self.conversations.slot = request, now, slot
@@ -386,7 +388,7 @@ class Scheduler:
         others = [one for one in self._running if not one.reads and (one.answer.generated or not nested)]
         if others:
             began = self._clock()
-            self._steps.read(done - reader.done, took)
+            self._steps.read(done - (reader.done if done > reader.done else 0), took)  # or it is read again
             steps, goes_on = 0, True
             while others and goes_on:
                 self._round(others)
@@ -403,7 +405,8 @@ class Scheduler:
 
         A prompt that begins like it waits all the same, and goes on from its text. A third one is not read.
         """
-        if self._ending or sum(one.reads for one in self._running) > 1:
+        # behind a step that is under way the pool cannot be dealt
+        if self._ending or reader.pending is not None or sum(one.reads for one in self._running) > 1:
             return
         self._bring_back()
 

@@ -17,7 +17,7 @@ from support.served import Asked, answer, ask, request
 
 from kvflash_ggml.batching.conversations import ConversationBusy
 from kvflash_ggml.batching.messages import Access, Event, Failed, Finished, Piece
-from kvflash_ggml.batching.scheduler import Scheduler
+from kvflash_ggml.batching.scheduler import Limits, Scheduler
 from kvflash_ggml.errors import DecodeError, HostMemoryError, NotFinite, SnapshotError
 from kvflash_ggml.store.swapped import ConversationFolder
 
@@ -147,6 +147,15 @@ def test_many_short_prompts_that_take_two_steps(make: Make) -> None:
     assert ends(asked) == [spelled(bytes(text(SHORT, i)))[:3].decode() for i in range(150)]
 
 
+def test_a_prompt_waits_on_if_others_begin_before_it(make: Make) -> None:
+    """It waits for a prompt that begins like it. Between the steps of that, a short prompt takes the last slot."""
+    scheduler = make(FakeModel(parallel=2, reply=spelled, short=100, twice=100), begin=False)
+    asked = [ask(scheduler, prompt, 5) for prompt in (text(100), text(100), text(10, 1))]
+    scheduler.start()
+    assert ends(asked) == [spelled(bytes(one.request.tokens.tolist()))[:5].decode() for one in asked]
+    assert scheduler.counts.forks == 1
+
+
 class ReadsAgain(FakeModel):
     """A model whose text is read again, in two steps, after a step that finds a page damaged."""
 
@@ -159,6 +168,21 @@ class ReadsAgain(FakeModel):
             yield from super()._waits(step)
         except SnapshotError:
             self.progress(1, 2)
+
+
+def test_a_prompt_that_is_read_again_keeps_its_pace(make: Make) -> None:
+    """A page is damaged in its second step: its first one is done again."""
+    model = ReadsAgain(parallel=SLOTS, reply=spelled)
+    scheduler = make(model, begin=False, limits=Limits(itl_target=0.01))
+    asked = [ask(scheduler, text(500), 5), ask(scheduler, text(10, 1), 300)]
+
+    def step() -> None:
+        if model.steps == 1:
+            model.progress(STEP, 500)
+
+    model.on_step = step
+    scheduler.start()
+    assert ends(asked) == [spelled(bytes(text(500)))[:5].decode(), spelled(bytes(text(10, 1)))[:300].decode()]
 
 
 @pytest.mark.parametrize("most", [1, 40])
