@@ -223,13 +223,15 @@ def _system_end(front: Front, messages: Sequence[Message], text: str, tokens: Se
 
 
 def _content(content: str | list[dict[str, Any]] | None, where: str, images: Images) -> str:
+    """The text of a message. As llama-server and vLLM have it, each part of text is a line; none breaks at an image."""
     if content is None or isinstance(content, str):
         return content or ""
-    texts = []
+    texts, between = [], ""
     for part in content:
         kind = part.get("type")
         if kind in IMAGES or kind == SOUND:
             texts.append(images.take(part, where))
+            between = ""
             continue
         if kind not in ("text", "input_text", "refusal"):
             raise ApiError(
@@ -241,7 +243,9 @@ def _content(content: str | list[dict[str, Any]] | None, where: str, images: Ima
         text = part.get("text", part.get("refusal"))
         if not isinstance(text, str):
             raise invalid(where, "a part has no text")
-        texts.append(text)
+        if text:
+            texts.append(between + text)
+            between = "\n"
     return "".join(texts)
 
 

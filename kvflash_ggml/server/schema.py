@@ -123,7 +123,7 @@ def _prompt(value: Any, where: str) -> Prompt:
         if isinstance(value, list):
             if any(part.get("type") != "text" for part in _all(value, dict, "an object")):
                 raise ValueError(f"{where} has parts that are no text, which only messages can have: send a chat")
-            value = text_of_content(value)
+            value = "".join(part["text"] for part in value if isinstance(part.get("text"), str))
     if isinstance(value, list):
         kinds = set(map(type, value))
         if str in kinds and (texts := sum(isinstance(one, str) for one in value)) > MAX_PARTS:
@@ -142,7 +142,7 @@ def text_of_content(content: str | list[dict[str, Any]] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts = (part.get("text", part.get("refusal")) for part in content)
-    return "".join(text for text in texts if isinstance(text, str))
+    return "\n".join(text for text in texts if isinstance(text, str) and text)
 
 
 def _in_place(messages: list[Message]) -> list[Message]:

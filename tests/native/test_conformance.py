@@ -245,8 +245,8 @@ def test_chat(served: Served) -> None:
 
 
 def test_content_in_parts(served: Served) -> None:
-    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "the best book"}]
-    whole = chat(served, messages=[{"role": "user", "content": "What is the best book"}], temperature=0)[1]
+    parts = [{"type": "text", "text": text} for text in ("What is", "", "the best book")]
+    whole = chat(served, messages=[{"role": "user", "content": "What is\nthe best book"}], temperature=0)[1]
     assert chat(served, messages=[{"role": "user", "content": parts}], temperature=0)[1]["choices"] == whole["choices"]
 
 

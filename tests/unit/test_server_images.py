@@ -72,6 +72,14 @@ def read(one: Server) -> list[Any]:
     return made
 
 
+def test_parts_of_text_are_lines_but_at_an_image() -> None:
+    one = server()
+    chat(one, user(said("a"), said(""), said("b"), photo(URLS[0]), said("c"), said("d")))
+    texts = [part for part in read(one) if isinstance(part, str)]
+    assert texts[0].startswith("user: a\nb<")
+    assert ">c\nd\n" in texts[-1]
+
+
 def test_an_image_stands_where_it_was_sent() -> None:
     one = server()
     reply = chat(one, user(said("a"), photo(URLS[0]), said("b")), user(photo(URLS[1]), said("c")))
