@@ -165,8 +165,8 @@ class KVFlashConfig:
     sinks: leading chunks that are never evicted.
     tail: newest chunks that are never evicted, besides the one being filled.
     embedding: tokens of a text that llama.embedding.Embedder takes at once, for which memory is left. 0 for none.
-    parallel: sequences that are computed together. Each has an equal share of the pool. "auto" is 8, or fewer where
-        their states would take more than a quarter of the pool's bytes, or the pool has no room for so many.
+    parallel: sequences that are computed together; `pool_share` says how they divide the pool. "auto" is 8, or fewer
+        where their states would take more than a quarter of the pool's bytes, or the pool has no room for so many.
     pool_share: "elastic" lets a scheduler deal the pool anew whenever a request begins or ends, to the texts with one;
         "strict" keeps the shares. None is elastic, and strict where the same bits are promised: with deterministic or
         deterministic_batch.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes docs/api.md: every public name with its docstring, and every environment variable. Needs the built library."""
+"""Writes docs/api.md: public names with their docstrings, and every environment variable. Needs the built library."""
 
 from __future__ import annotations
 
@@ -22,14 +22,35 @@ import click  # noqa: E402
 
 import kvflash_ggml  # noqa: E402
 from kvflash_ggml import cli, env  # noqa: E402
+from kvflash_ggml.batching.engine import Completion  # noqa: E402
+from kvflash_ggml.batching.messages import Finished, Piece, Usage  # noqa: E402
+from kvflash_ggml.llama.stats import DeviceStats, ReadStats, Reason  # noqa: E402
+from kvflash_ggml.placement.sizes import Placement  # noqa: E402
+from kvflash_ggml.spec.loop import SpecStats  # noqa: E402
+from kvflash_ggml.trace.recorder import Moment, Trace  # noqa: E402
 
 HEAD = """\
 # API
 
-This page lists every public name of `kvflash_ggml` and every environment variable. `python scripts/api_page.py`
-writes it from the docstrings and the options. `Llama` has every method of `llama_cpp.Llama` too; the table below it
-has only those that this package adds or changes.
+This page lists what `kvflash_ggml` exports, the values that it returns, its errors, and every environment variable.
+`python scripts/api_page.py` writes it from the docstrings and the options. `Llama` has every method of
+`llama_cpp.Llama` too; the table below it has only those that this package adds or changes.
 """
+
+VALUES = {
+    "`llm.kvflash.last`": ReadStats,
+    "`llm.kvflash.spec`": SpecStats,
+    "`llm.kvflash.record()`": Trace,
+    "`trace.moments`": Moment,
+    "`llm.kvflash.reasons()`": Reason,
+    "`llm.kvflash.devices`": DeviceStats,
+    "`llm.placement`": Placement,
+    "`engine.generate_many()`": Completion,
+    "`engine.generate()`": Piece,
+    "`engine.generate()`, at its end": Finished,
+    "`usage` of an answer": Usage,
+}
+"""Values that calls return, and where they come from."""
 
 NO_OPTIONS = {
     "KVFLASH_KERNELS": "`stock`: leaves out patches 0020 and 0029, so Hopper GPUs multiply as in llama.cpp, but for"
@@ -53,18 +74,24 @@ def render() -> str:
         if value is kvflash_ggml.Engine:
             parts.append(_members(value))
         if value is Llama:
-            parts += [_members(Llama), "### `llm.kvflash`\n\nThe state of the pool.\n\n" + _members(stats)]
+            parts += [_members(Llama), "### `llm.kvflash`\nThe state of the pool.\n\n" + _members(stats)]
+    rows = (f"| {name} | `{_fields(cls)}` | {_cell(inspect.getdoc(cls))} |" for name, cls in VALUES.items())
+    parts.append(
+        _table("## Values\nWhat properties and calls return. The classes need no import.", ["from", "fields", ""], rows)
+    )
     found = inspect.getmembers(kvflash_ggml.errors, inspect.isclass)
     errors = [(name, cls) for name, cls in found if issubclass(cls, kvflash_ggml.KVFlashError)]
     rows = (
         f"| `{name}` | {', '.join(base.__name__ for base in cls.__bases__)} | {_first(cls)} |" for name, cls in errors
     )
-    parts.append(_table("## `errors`\n\nEvery error of this package is a `KVFlashError`.", ("error", "is a", ""), rows))
+    parts.append(
+        _table("## `errors`\nEvery error of `kvflash_ggml.errors` is a `KVFlashError`.", ("error", "is a", ""), rows)
+    )
     return "\n".join(parts) + "\n" + _variables()
 
 
 def _section(title: str, value: Any) -> str:
-    return f"## `{title}`\n\n```text\n{inspect.getdoc(value)}\n```\n"
+    return f"## `{title}`\n```text\n{inspect.getdoc(value)}\n```\n"
 
 
 def _members(cls: type) -> str:
@@ -98,8 +125,17 @@ def _signature(value: Any) -> str:
 
 def _first(value: Any) -> str:
     """The first paragraph of a docstring, as a cell."""
-    text = (inspect.getdoc(value) or "").partition("\n\n")[0]
-    return re.sub(r"\s+", " ", text).replace("|", "\\|")
+    return _cell((inspect.getdoc(value) or "").partition("\n\n")[0])
+
+
+def _cell(text: str | None) -> str:
+    return re.sub(r"\s+", " ", text or "").replace("|", "\\|")
+
+
+def _fields(cls: type) -> str:
+    """The class, and what its objects have: fields, or members where their making is not the user's."""
+    names = inspect.signature(cls).parameters if hasattr(cls, "__match_args__") else vars(cls)
+    return f"{cls.__name__}({', '.join(name for name in names if not name.startswith('_'))})"
 
 
 def _variables() -> str:

@@ -16,6 +16,7 @@ if str(REPO) not in sys.path:  # run by hand; tests may be run against another p
 
 from kvflash_ggml.constants import SPEED_CAP  # noqa: E402
 from kvflash_ggml.gguf import types  # noqa: E402
+from kvflash_ggml.llama.reading import SHARE  # noqa: E402
 from kvflash_ggml.native.sizes import LayerSizes, Needs  # noqa: E402
 from kvflash_ggml.placement.needs import Bill, Shape  # noqa: E402
 from kvflash_ggml.placement.sizes import Device, ModelSizes, Request  # noqa: E402
@@ -26,6 +27,9 @@ LENGTHS = (32 << 10, 128 << 10, 256 << 10)
 SMALL = 4096
 N_UBATCH = 512
 """llama-cpp-python's default."""
+
+COMPUTE = GIB // 2
+"""Compute buffers of such steps; `--dry-run` told 519 MiB for the 27B."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +152,7 @@ class Recipe:
 
 RECIPES = (
     Recipe(card=8, model="Llama", n_ctx=131_072, pool=8192),
+    Recipe(card=8, model="Llama", n_ctx=65_536, pool=8192, parallel=2),
     Recipe(card=12, model="Llama", n_ctx=131_072, pool=16_384, parallel=4),
     Recipe(card=16, model="Qwen3.5-27B", n_ctx=32_768, pool=4096),
     Recipe(card=16, model="Qwen3.5-27B", n_ctx=131_072, pool=4096, kv="q8_0"),
@@ -161,20 +166,16 @@ HEAD = """\
 
 This page says how much memory of a device (VRAM) a model and its context take at 32K, 128K and 256K tokens. It also has
 settings for cards of 8 to 24 GiB. `kvflash-run MODEL --dry-run --kvflash auto -c 131072` measures the same for a file
-and a machine of yours, with compute buffers.
-
-`python scripts/memory_table.py` writes this page. It computes the figures from the public shapes of the models, by the
-same arithmetic that places a model ([devices.md](devices.md#what-goes-where)).
+and a machine of yours, with compute buffers. `python scripts/memory_table.py` writes this page from the public shapes
+of the models, by the arithmetic that places a model ([devices.md](devices.md#what-goes-where)).
 
 ## Weights and cache
 
 The full cache grows with the context. A pool does not: its size is the same at every length. The default pool
-(`kvflash="auto"`) has at most {cap:,} tokens, and fewer where the device has less room.
-
-GiB of one device. Matrices are Q4_K and the output is Q6_K; a Q4_K_M file is a little larger. The token embedding stays
-in host memory. K and V are f16, the default; with `q8_0` they take 53 % of that. Recurrent state and sliding windows
-are counted, and with a pool also the pages on their way and the captured queries. Compute buffers and the margin of
-512 MiB come on top.
+(`kvflash="auto"`) has at most {cap:,} tokens, and fewer where the device has less room. The unit is GiB.
+Matrices are Q4_K and the output is Q6_K; a Q4_K_M file is a little larger. The token embedding stays in host memory. K
+and V are f16, the default; with `q8_0` they take 53 % of that. Recurrent state and sliding windows are counted, and
+with a pool also the pages on their way and the captured queries. Compute buffers and the margin of 512 MiB come on top.
 
 """
 
@@ -198,8 +199,10 @@ CARDS = """
 ## By card
 
 Each row leaves 1 GiB or more: half for compute buffers (`--dry-run` told 519 MiB for the 27B in steps of 512 tokens),
-half for the margin. GiB as above, with layer buffers for the whole context and a state for each answer. Host memory
-holds the page images. Where less is left than you like, take a smaller `--kvflash` first.
+half for the margin. GiB as above, with layer buffers for the whole context and a state for each answer. By default
+layer buffers get a third of what is free beside all the rest: rows with `--kvflash-stage` give them more. Where less is
+left than you like, take a smaller `--kvflash` first. The last column is for one conversation. The server keeps idle
+ones in `--park-memory` (8G unless given): raise it where a conversation takes more, or give a `--session-dir`.
 
 """
 
@@ -211,7 +214,10 @@ def _row(recipe: Recipe) -> list[str]:
     options = f"--kvflash {recipe.pool >> 10}K -c {recipe.n_ctx} -ub {N_UBATCH}"
     options += f" -ctk {recipe.kv} -ctv {recipe.kv}" if recipe.kv != "f16" else ""
     options += f" --parallel {recipe.parallel}" if recipe.parallel > 1 else ""
-    taken = need.weights + cache(need) + need.stages + states
+    rest = need.weights + cache(need) + states
+    if need.stages > ((recipe.card << 30) - rest - COMPUTE) // SHARE:
+        options += f" --kvflash-stage {recipe.n_ctx >> 10}K"
+    taken = rest + need.stages
     images = recipe.n_ctx * need.kv // recipe.pool
     row = [f"{recipe.card}", model.name, f"`serve {options}`", _gib(taken), _gib((recipe.card << 30) - taken)]
     return [*row, _gib(images)]

@@ -17,7 +17,7 @@ from .several import serve_folder
 from .terminal import note
 
 _EPILOG = """\b
-Any number of conversations share the pool: --parallel of them are computed together. Idle
+Up to 4,096 conversations share the pool: --parallel of them are computed together. Idle
 conversations are swapped to host memory and resume bitwise identical. A turn reads only new tokens.
 
 \b

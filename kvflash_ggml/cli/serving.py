@@ -69,7 +69,7 @@ class ServerOptions:
     insecure: bool = _net(bool, default=False, help="Listen at an address that is not loopback without a key.")
     parallel: int | Literal["auto"] = _limits(
         read_parallel, "-np", "--parallel", default=1, metavar="N|auto",
-        help="Answers decoded together, each in its share of the pool; any number of conversations is kept."
+        help="Answers decoded together, each in its share of the pool; up to 4,096 conversations are kept."
         " auto: 8, or fewer where recurrent states or the smallest shares take too much.",
     )  # fmt: skip
     pool_share: Literal["strict", "elastic"] | None = _limits(
@@ -82,7 +82,7 @@ class ServerOptions:
     deterministic_batch: bool = _limits(
         bool, default=False,
         help="No other request changes a bit of an answer: each step has --parallel rows. Needs --kvflash-tau or"
-        " --kvflash-deterministic, and a model without recurrent state or sliding windows.",
+        " --kvflash-deterministic, no drafts, and a model without recurrent state or sliding windows.",
     )  # fmt: skip
     embeddings: bool = _server(
         bool, "--embeddings", "--embedding", default=False,
