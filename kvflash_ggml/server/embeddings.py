@@ -16,6 +16,7 @@ from ..arrays import Floats
 from ..errors import ContextFull
 from .completions import prompt_tokens
 from .errors import ApiError, invalid
+from .exchange import LongJSON
 from .front import Front
 from .schema import Prompt, Whole, _Asked, _prompts
 
@@ -78,15 +79,16 @@ async def embeddings(front: Front, http: HttpRequest) -> Response:
     if texts is None:
         raise invalid("input", "it is missing")
     found, count = await _embedded(front, http, texts, dimensions=asked.dimensions)
+    return await front.work(http, lambda: LongJSON(_listed(front, asked, found, count)))
+
+
+def _listed(front: Front, asked: EmbeddingsRequest, found: Sequence[Floats], count: int) -> Any:
     if asked.content is not None:
-        own = [{"index": i, "embedding": [one.tolist()]} for i, one in enumerate(found)]
-        return await front.work(http, JSONResponse, own)
+        return [{"index": i, "embedding": [one.tolist()]} for i, one in enumerate(found)]
     written: Any = _base64 if asked.encoding_format == "base64" else np.ndarray.tolist
     data = [{"object": "embedding", "index": i, "embedding": written(one)} for i, one in enumerate(found)]
     usage = {"prompt_tokens": count, "total_tokens": count}
-    return await front.work(
-        http, JSONResponse, {"object": "list", "data": data, "model": front.settings.alias, "usage": usage}
-    )
+    return {"object": "list", "data": data, "model": front.settings.alias, "usage": usage}
 
 
 async def rerank(front: Front, http: HttpRequest) -> Response:
@@ -121,12 +123,11 @@ async def ollama_embed(front: Front, http: HttpRequest) -> Response:
     found, count = await _embedded(front, http, asked.input, dimensions=asked.dimensions, cut=asked.truncate)
     said = {
         "model": front.settings.alias,
-        "embeddings": [one.tolist() for one in found],
         "total_duration": round((time.monotonic() - began) * 1e9),
         "load_duration": 0,
         "prompt_eval_count": count,
     }
-    return await front.work(http, JSONResponse, said)
+    return await front.work(http, lambda: LongJSON({**said, "embeddings": [one.tolist() for one in found]}))
 
 
 async def ollama_prompt(front: Front, http: HttpRequest) -> Response:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ..batching.behind import PREVIEW
 from ..batching.conversations import ConversationBusy
@@ -24,7 +24,7 @@ from ..chat.values import Grammar
 from ..errors import ConfigError
 from . import bodies, fields, schemas
 from .errors import ApiError, invalid
-from .exchange import Answer, EventStream, collected, submitted, whole
+from .exchange import Answer, EventStream, LongJSON, collected, submitted, whole
 from .intake import KEY, TAKEN, Intake
 from .prompts import Prompts
 from .schema import SAMPLERS, ChatRequest, _Sampled, parse, text_of_content
@@ -285,7 +285,7 @@ class Front(Intake):
             return EventStream(exchanges, answers, each=each, ping_s=ping_s, stall_s=stall_s, work=work)
         ended = await collected(exchanges, answers)
         headers = preview_header(together(ended, each=each).usage.preview)
-        return await self.work(http, lambda: JSONResponse(whole(answers, ended, each=each), headers=headers))
+        return await self.work(http, lambda: LongJSON(whole(answers, ended, each=each), headers=headers))
 
 
 def _texts(asked: _Sampled) -> tuple[tuple[str, str], ...]:

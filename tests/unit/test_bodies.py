@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from support.asgi import Client, Reply
 from support.fake_server import Server
 
-from kvflash_ggml.server import bodies
+from kvflash_ggml.server import bodies, exchange
 from kvflash_ggml.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest
 
 MIB = 1 << 20
@@ -148,15 +148,13 @@ def test_what_a_model_is_asked_runs_on_other_threads(path: str, data: Any) -> No
 
 
 def test_answers_are_written_on_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    from starlette.responses import JSONResponse
+    threads, render = [], exchange.LongJSON.render
 
-    threads, render = [], JSONResponse.render
-
-    def recording(self: JSONResponse, content: Any) -> bytes:
+    def recording(self: exchange.LongJSON, content: Any) -> bytes:
         threads.append(threading.get_ident())
         return render(self, content)
 
-    monkeypatch.setattr(JSONResponse, "render", recording)
+    monkeypatch.setattr(exchange.LongJSON, "render", recording)
 
     async def work(client: Client) -> int:
         assert (await client.post(CHAT, {"messages": HELLO, "logprobs": True})).status == 200
@@ -164,6 +162,26 @@ def test_answers_are_written_on_other_threads(monkeypatch: pytest.MonkeyPatch) -
 
     assert Server().run(work) not in threads
     assert threads
+
+
+def test_answers_are_written_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoder lets no other thread run: it took seconds for 2,048 embeddings, or tokens with 20 others each."""
+    reply = Server().post(CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 20, "n": 3})
+    rows = {"object": "list", "data": [{"index": i, "embedding": [0.5] * 50} for i in range(50)]}
+    for value in (reply.json, rows, [rows], {}, [], {"é": ["\u2028", None, True]}):
+        parts, dumps = [], json.dumps
+
+        def recording(*args: Any, parts: list[str] = parts, dumps: Any = dumps, **more: Any) -> str:
+            parts.append(dumps(*args, **more))
+            return parts[-1]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(json, "dumps", recording)
+            body = bytes(exchange.LongJSON(value).body)
+        assert json.loads(body) == value
+        assert max(map(len, parts), default=0) <= max(2000, len(body) // 10)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        exchange.LongJSON({"a": [float("nan")]})
 
 
 def test_a_client_leaves_threads_to_others() -> None:
