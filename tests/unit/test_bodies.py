@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from support.asgi import Client, Reply
+from support.fake_model import FakeModel
 from support.fake_server import Server
 
 from kvflash_ggml.server import bodies, exchange
@@ -99,6 +100,16 @@ def test_wrong_bodies_hold_up_nobody_and_have_few_errors(name: str, monkeypatch:
     assert len(reply.body) < 1000
     assert [what for what, thread in threads if thread == loop] == []
     assert max(errors, default=0) <= 2  # what is missing of one element
+
+
+@pytest.mark.parametrize(("count", "status"), [(4096, 200), (4097, 400)])
+def test_objects_are_not_too_wide_for_templates(count: int, status: int) -> None:
+    wide = {f"k{i}": i for i in range(count)}
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": json.dumps(wide)}}
+    answered = [*HELLO, {"role": "assistant", "tool_calls": [call]}]
+    for asked in ({"messages": HELLO, "chat_template_kwargs": wide}, {"messages": answered}):
+        reply = Server(FakeModel(n_ctx=1 << 17)).post(CHAT, asked)
+        assert (reply.status, b"4097 names, and 4096 is the most" in reply.body) == (status, status == 400)
 
 
 @pytest.mark.parametrize("name", ["messages of numbers", "prompts of objects", "biases", "tools", "stops"])

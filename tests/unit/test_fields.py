@@ -135,9 +135,9 @@ def test_the_log_names_them_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_many_names_are_a_short_header() -> None:
-    raw = ('{"prompt":"x",' + ",".join(f'"k{i}":0' for i in range(10**5)) + "}").encode()
+    raw = ('{"prompt":"x",' + ",".join(f'"k{i}":0' for i in range(4095)) + "}").encode()  # as many as may be
     reply = Server().run(lambda client: client.call("POST", TEXT, raw=raw).done())
-    assert (reply.status, named(reply)[-1]) == (200, "and 99984 more")
+    assert (reply.status, named(reply)[-1]) == (200, "and 4079 more")
     assert len(reply.headers[HEADER.lower()]) < 1000
 
 
