@@ -167,7 +167,6 @@ class Llama(llama_cpp.Llama):
             self._config = request.config
         settings = request.upstream
         self._projector = settings.get("chat_handler")
-        own_template = settings.get("chat_format") is None and self._projector is None
         self._placement = request.placement
 
         logits_all = settings.pop("logits_all", False)
@@ -184,7 +183,7 @@ class Llama(llama_cpp.Llama):
             self._device_arrays = devices.place(model_path, request.placement, settings, endpoints)
             self._load(model_path, request, endpoints)
             self._stack.enter_context(servers.connected(endpoints))
-        self._own_format = self.chat_format if own_template else ""
+        self._own_format = "" if settings.get("chat_format") or self._projector else self.chat_format
         self._logits_all = logits_all
         self.input_ids = np.zeros(self._n_ctx, np.intc)
         self._batch.close()  # it has room for n_ctx sequences a token: gigabytes of address space at long contexts
