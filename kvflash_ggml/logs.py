@@ -41,6 +41,15 @@ def warn_once(text: str) -> None:
 
 
 @contextmanager
+def logged(what: str, *names: str) -> Iterator[None]:
+    """Log an error, and go on behind the block."""
+    try:
+        yield
+    except Exception:
+        logging.getLogger(NAME).exception(what, *names)
+
+
+@contextmanager
 def held() -> Iterator[None]:
     """Show warnings after the answer, which they would cut in two on a terminal. With `-v` each comes at once."""
     from logging.handlers import MemoryHandler  # late: it brings sockets and pickle

@@ -6,14 +6,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
 from ..errors import KVFlashError, NotFinite
+from ..logs import logged
 from ..store.shared import SharedTexts
 from ..store.swapped import ConversationFolder, SwapStore
 from ..store.takeover import SharedSwapStore
@@ -269,7 +269,7 @@ class Scheduler:
 
     def _run(self) -> None:
         self.model.when_full(self._give_way)
-        with _logged("the session folder cannot be read"):
+        with logged("the session folder cannot be read"):
             self.conversations.adopt()
         while not self._stopping or self._running:
             self._wake.clear()
@@ -296,7 +296,7 @@ class Scheduler:
         for job in [*self.waiting.remove_if(lambda job: True), *self._aside]:
             self._tell(job, Failed(code=SHUTDOWN, message="the server is shutting down: try again later"))
         self._run_calls(changes=True)
-        with _logged("conversations could not be put aside at the end"):
+        with logged("conversations could not be put aside at the end"):
             for slot in self.slots:
                 slot.swap_out()
             self.swapped.close()
@@ -546,7 +546,7 @@ class Scheduler:
                 self._aside.remove(job)
 
     def _forget_text(self, slot: Slot, spoiled: Request | None = None) -> None:
-        with _logged("the text at hand could not be forgotten"):
+        with logged("the text at hand could not be forgotten"):
             slot.clear() if spoiled is None else slot.lose(spoiled)
 
     def _check(self, job: Job) -> None:
@@ -580,23 +580,14 @@ class Scheduler:
 
     def _ended(self, request: Request, usage: Usage, reason: str) -> None:
         if self._on_end is not None:
-            with _logged("request %s could not be counted", request.id):
+            with logged("request %s could not be counted", request.id):
                 self._on_end(request, usage, reason)
 
     def _tell(self, job: Job, event: Event) -> None:
         """Send the last event of a request."""
         self._jobs.pop(job.request.id, None)
-        with _logged("request %s: its reader is gone", job.request.id):
+        with logged("request %s: its reader is gone", job.request.id):
             job.sink(event)
-
-
-@contextmanager
-def _logged(what: str, *names: str) -> Iterator[None]:
-    """Log an error, and go on behind the block."""
-    try:
-        yield
-    except Exception:
-        logger.exception(what, *names)
 
 
 def _failed(code: str, message: str) -> tuple[str, Failed]:
