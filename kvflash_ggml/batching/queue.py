@@ -269,11 +269,14 @@ class RequestQueue:
             self._count_in(job)
 
     def take(self, fits: Callable[[Job], bool] = lambda job: True) -> Job | None:
-        """The next one that fits, None if there is none. If nobody waits, there is room for everybody at once."""
+        """The next one that fits, of the highest priority that waits; None if there is none. If nobody waits, there is
+        room for everybody at once.
+        """
         with self._lock:
             if not self._lanes:
                 self._places.clear()
-            for lane in sorted(self._lanes, key=lambda lane: -lane[0]):  # of one priority in their order
+            highest = max((priority for priority, _ in self._lanes), default=0)
+            for lane in [lane for lane in self._lanes if lane[0] == highest]:
                 job = next(filter(fits, self._lanes[lane]), None)
                 if job is not None:
                     jobs = self._lanes.pop(lane)

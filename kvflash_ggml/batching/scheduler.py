@@ -405,9 +405,8 @@ class Scheduler:
 
         A prompt that begins like it waits all the same, and goes on from its text. A third one is not read.
         """
-        # behind a step that is under way the pool cannot be dealt
         if self._ending or reader.pending is not None or sum(one.reads for one in self._running) > 1:
-            return
+            return  # the pool is not dealt while a step is pending
         self._bring_back()
 
         def unread(job: Job) -> int:
@@ -419,10 +418,7 @@ class Scheduler:
             left = int(LET_SHARE * done) - reader.let
             return unread(job) <= left and not reader.slot.will_gain(job.request, reader.cached[job])
 
-        while any(slot.request is None for slot in self.slots):
-            job = self.waiting.take(fits)
-            if job is None:
-                return
+        while any(slot.request is None for slot in self.slots) and (job := self.waiting.take(fits)) is not None:
             if not self._fetches(job):
                 reader.let += unread(job)
                 self._begin(job)

@@ -142,8 +142,9 @@ class Prefill:
 
     def _read_by_pool(self) -> None:
         """Evaluate the prompt with the resident chunks in view, then its question again with the chunks it asks for."""
-        last = self.total - self._question_size()
-        while self.done < last:
+        last = self.total
+        # once more before each step: the text may have lost blocks to others since
+        while self.done < (last := min(last, max(self.done, self.total - self._question_size()))):
             end = self._batch_end(last)
             self._step(self._next(end, spare=self._reselects), end, rescore=self._reselects)
         before: Before | None = None
@@ -239,7 +240,7 @@ class Prefill:
         """
         text, total = self.text, self.total
         info = text.engine.info
-        outgrown = text.length + total > text.table.quota * CHUNK or not text.sees_everything
+        outgrown = text.length - self.done + total > text.table.quota * CHUNK or not text.sees_everything
         pageable = text.relevance.scoring is not None and outgrown
         can_go_back = text.config.checkpoints > 0 or not (info.recurrent or info.n_swa > 0)
         if not pageable or not can_go_back:

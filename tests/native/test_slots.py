@@ -176,6 +176,31 @@ def test_short_prompts_do_not_wait_for_a_long_one(
         assert all(same(mine, its) for mine, its in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_a_prompt_that_loses_blocks_has_its_question_evaluated_twice(
+    kind: str, llama: Callable[..., Any], tokens: Tokens
+) -> None:
+    """It would fit the whole pool, which it shares with others from its second step on."""
+    prompts = [tokens[:1800].tolist(), tokens[3000:3100].tolist(), tokens[4000:4060].tolist()]
+    with served(llama, kind, share="elastic", reading="pool") as scheduler:
+        engine, ends = scheduler.model._sequence.engine, list[int]()  # type: ignore[attr-defined]
+        step = engine.step
+
+        def noted(count: int, *rest: Any) -> None:
+            ends.append(int(engine.pos[count - 1]))
+            step(count, *rest)
+
+        engine.step = noted
+        asked = [
+            Asked(request(prompt, most, ignore_eos=True)) for prompt, most in zip(prompts, (1, 600, 600), strict=True)
+        ]
+        scheduler.submit_together([(one.request, one.inbox.put, lambda: False) for one in asked])
+        scheduler.start()
+        assert isinstance(asked[0].wait(), Finished)
+        assert scheduler.counters()["page_ins"] > 0
+        assert ends.count(1799) == 2
+
+
 @pytest.mark.parametrize("how", ["pool", "exact", "deterministic"])
 def test_short_prompts_that_wait_together_share_a_step(how: str, llama: Callable[..., Any], tokens: Tokens) -> None:
     """Each answer is that of a lone run, and what the others say changes no bit of it. Where how many there are may
@@ -319,13 +344,20 @@ def test_answers_to_a_prompt_of_one_step_read_it_once(length: int, llama: Callab
 
 
 def test_a_deterministic_batch_has_the_bits_of_a_lone_answer(llama: Callable[..., Any], tokens: Tokens) -> None:
-    """The same server answers each prompt alone, and then all of them together. CPUs differ in whether others would."""
-    found = []
+    """The same server answers each prompt alone, and then all of them together. CPUs differ in whether others would.
+    Short ones are read between two steps of a long one.
+    """
+    found, lengths, beside = [], (900, 600, 60, 600, 30, 600), list[int]()
+
+    def seen(asked: Asked, event: Event) -> None:
+        if isinstance(event, Piece) and len(asked.request.tokens) < CHUNK:
+            beside.extend(len(one.tokens) for one, _ in scheduler.reading)
+
     for together in (False, True):
         with served(llama, "packed", slots=6, deterministic_batch=True, calibrate=False) as scheduler:
             asked = []
-            for prompt in prompts_of(tokens % 256, 6):
-                asked.append(ask(scheduler, prompt[:600], 96, ignore_eos=True, logprobs=1))
+            for prompt, length in zip(prompts_of(tokens % 256, 6), lengths, strict=True):
+                asked.append(ask(scheduler, prompt[:length], 96, seen=seen, ignore_eos=True, logprobs=1))
                 if not together:
                     if len(asked) == 1:
                         scheduler.start()
@@ -335,6 +367,7 @@ def test_a_deterministic_batch_has_the_bits_of_a_lone_answer(llama: Callable[...
             assert all(isinstance(one.wait(), Finished) for one in asked)
             assert scheduler.counters()["page_ins"] > 0
             found.append([[p.logprobs for p in one.events if isinstance(p, Piece)] for one in asked])
+    assert 900 in beside
     assert found[0] == found[1]
 
 

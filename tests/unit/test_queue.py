@@ -43,6 +43,15 @@ def test_higher_priorities_first() -> None:
     assert [waiting.take() for _ in range(3)] == [high, usual, low]
 
 
+def test_who_fits_passes_no_higher_priority() -> None:
+    waiting = RequestQueue(most=9, most_tokens=99)
+    low, long, short = job(1, priority=-1), job(9), job(2, key="other")
+    put(waiting, low, long, short)
+    few = [waiting.take(lambda one: len(one.request.tokens) < 5) for _ in range(2)]
+    assert few == [short, None]
+    assert [waiting.take() for _ in range(2)] == [long, low]
+
+
 def test_too_many() -> None:
     waiting = RequestQueue(most=2, most_tokens=99)
     put(waiting, job(), job())
