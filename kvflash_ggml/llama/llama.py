@@ -101,8 +101,8 @@ class Llama(llama_cpp.Llama):
     draft_model: as upstream; with a pool also the GGUF file of a drafter. It does not imply logits_all with a pool: for
         logprobs give it. A draft token joins the text once the sampler has drawn it.
 
-    The attribute kvflash_samplers, a `Sampling`, has llama.cpp's samplers for all later calls, DRY and XTC among them.
-    Of a call's own keywords, seed, logit_bias and grammar still count. With None, the default, all of them do.
+    Attribute kvflash_samplers: a `Sampling` for later calls, with DRY, XTC and all of llama.cpp's. Of a call's keywords
+    seed, logit_bias and grammar still count then. With None, the default, all of them do.
 
     Several threads may use one object: a call waits for the other's to end, or for its stream's next piece. It holds
     one text: a stream that is advanced after another call has changed that raises KVFlashError.
@@ -117,7 +117,6 @@ class Llama(llama_cpp.Llama):
     kvflash_sampler: Any = None
     """Of an answer that the next call of `generate` goes on with: a single token that it is given has been drawn."""
     kvflash_samplers: Samplers | None = None
-    """llama.cpp's samplers for every call from now on, in place of what the call says; None: upstream's chain."""
     kvflash_sampled_s: float = 0.0
     """Seconds that the newest token took to be chosen, without its evaluation."""
     kvflash_together: bool = False

@@ -17,7 +17,7 @@ from llama_cpp.llama_cache import BaseLlamaCache
 from .. import notation
 from ..calibration import choice
 from ..config import Fit, KVFlashConfig, PrefixCache, SpecConfig
-from ..constants import MAX_CONTEXT, MAX_THREADS
+from ..constants import KV_TYPES, MAX_CONTEXT, MAX_THREADS
 from ..errors import ConfigError
 from ..gguf import purpose, types
 from ..logs import Progress, warn_once
@@ -98,7 +98,6 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
     upstream = {
         name: value for name, value in given.items() if not name.startswith(_PREFIX) and name not in REMOTE_KEYWORDS
     }
-    check_numbers(upstream)
     _open_projector(upstream)
     fit = read_fit(upstream.pop("fit", None))
     if rpc and fit is None:
@@ -113,6 +112,7 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
     config = merge(kvflash, fields)
     if config is not None:
         config = _check_features(config, upstream, by_default=_PREFIX not in keywords)
+    check_numbers(upstream)  # with the flash attention that a pool sets
     if config is not None:
         upstream.setdefault("n_ctx", 0)
         upstream.setdefault("swa_full", False)
@@ -150,8 +150,13 @@ def check_numbers(upstream: dict[str, Any]) -> None:
         if (value := upstream.get(name)) is not None and value > MAX_THREADS:
             raise ConfigError(f"{name}={value}: at most {MAX_THREADS} threads, and no more than there are cores")
     for name in ("type_k", "type_v"):
-        if (value := upstream.get(name)) is not None and value not in types.BY_ID:
+        if (value := upstream.get(name)) is None:
+            continue
+        if (kind := types.BY_ID.get(value)) is None:
             raise ConfigError(f"{name}={value} is no type of ggml: 1 is f16, 8 is q8_0")
+        computes = kind.block > 1 or kind.name in KV_TYPES
+        if not computes or (kind.block > 64 and not upstream.get("flash_attn")):  # which checks that heads fit
+            raise ConfigError(f"{name}={value} ({kind.name}) is no type of a cache here: 1 is f16, 8 is q8_0")
 
 
 def _make_steps_whole(config: KVFlashConfig | None, upstream: dict[str, Any]) -> int | None:

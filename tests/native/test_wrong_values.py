@@ -38,6 +38,14 @@ def test_a_number_that_cannot_be(pool: int | None, settings: dict[str, Any], why
         llama(kvflash=pool, **settings)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "kind"), [("type_k", 12, "q4_k"), ("type_k", 28, "f64"), ("type_v", 26, "i32")]
+)
+def test_a_type_that_ends_the_process_in_a_full_cache(name: str, value: int, kind: str, llama: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}={value} \({kind}\) is no type of a cache here: 1 is f16"):
+        llama(kvflash=None, flash_attn=kind == "i32", **{name: value})
+
+
 @pytest.mark.parametrize("opens", [Llama, lambda path, **settings: without_loading(path, settings)])
 def test_a_replaced_value_that_would_end_the_process(opens: Any) -> None:
     path = str(MODELS / "recall-qwen3-q8_0.gguf")
