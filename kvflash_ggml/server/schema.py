@@ -119,7 +119,10 @@ def _prompt(value: Any, where: str) -> Prompt:
     if isinstance(value, dict):
         if value.get("multimodal_data"):
             raise ValueError(f"{where} has multimodal_data, which only messages can have: send a chat")
-        value = value.get("prompt_string", value.get("content"))
+        if "prompt_string" in value:
+            value = value["prompt_string"]
+        elif isinstance(value := value.get("content"), str):
+            raise ValueError(f"{where} has a content that is a text: send the text alone")
         if isinstance(value, list):
             if any(part.get("type") != "text" for part in _all(value, dict, "an object")):
                 raise ValueError(f"{where} has parts that are no text, which only messages can have: send a chat")

@@ -106,6 +106,7 @@ def test_fewer_dimensions_have_length_one() -> None:
         [True],
         "x" * 17,
         {"content": [{"type": "image_url"}]},
+        {"content": "x"},
     ],
 )
 def test_wrong_inputs(given: Any) -> None:
