@@ -158,6 +158,8 @@ def test_a_prompt_waits_on_if_others_begin_before_it(make: Make) -> None:
 class ReadsAgain(FakeModel):
     """A model whose text is read again, in two steps, after a step that finds a page damaged."""
 
+    again = (1, 2)
+
     def generate(self, request: Any, *, progress: Any, **more: Any) -> Any:
         self.progress = progress
         yield from super().generate(request, progress=progress, **more)
@@ -166,7 +168,30 @@ class ReadsAgain(FakeModel):
         try:
             yield from super()._waits(step)
         except SnapshotError:
-            self.progress(1, 2)
+            self.progress(*self.again)
+
+
+def test_nobody_begins_without_a_share_of_the_pool(make: Make) -> None:
+    """The pool cannot be dealt while a text is read again within its step: a short prompt waits that long."""
+    model, others = ReadsAgain(parallel=SLOTS, reply=spelled, short=SHORT), list[Asked]()
+    model.again = (200, 300)
+    scheduler = make(model, begin=False)
+    first, dealt = ask(scheduler, text(SHORT), 5), list[bool]()
+    other = scheduler.slots[1].model
+    assert isinstance(other, FakeModel)
+
+    def damaged() -> None:
+        if not others:
+            others.append(ask(scheduler, text(10, 1), 5))
+            raise SnapshotError("a page is damaged")
+
+    model.on_step = damaged
+    other.on_step = lambda: dealt.append(any(one is other for one, _ in model.deals[-1]))
+    scheduler.start()
+    assert ends([first]) == [spelled(bytes(text(SHORT)))[:5].decode()]
+    assert ends(others) == [spelled(bytes(text(10, 1)))[:5].decode()]
+    assert dealt
+    assert all(dealt)
 
 
 def test_a_prompt_that_is_read_again_keeps_its_pace(make: Make) -> None:
