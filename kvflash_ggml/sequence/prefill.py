@@ -300,10 +300,10 @@ def extend(
     if not len(tokens):  # the text stays as it is
         sequence.stats = ReadStats()
         return
-    exact, replay = sequence.reading.exact, None
-    if sequence.scoring is not None and not exact and (prompt or len(tokens) > 1):
+    replay = None
+    if sequence.scoring is not None and not sequence.reading.exact and (prompt or len(tokens) > 1):
         replay = in_one_step(sequence, sequence.scoring.replays.at(sequence.length, tokens))
-    if len(tokens) == 1 and replay is None and not (prompt and exact):
+    if len(tokens) == 1 and not prompt:
         sequence.finish(sequence.prepare_answer(tokens, EVERY if output_all else LAST, after))
         return
     Prefill(sequence, tokens, output_all, after, progress, checkpoint).read(replay)

@@ -196,3 +196,16 @@ def test_interrupted_anywhere(llama: Any, tokens: Any) -> None:
         llm.load_state(state)
         k += 13
     assert hits > 10
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+@pytest.mark.parametrize("pool", [512, 4096])
+def test_what_was_read_is_of_the_newest_prompt(kind: str, pool: int, llama: Any, prompts: list[list[int]]) -> None:
+    """Where the pool holds the context, or part of it, and one token of the prompt or more are not known."""
+    llm, last = llama(kind, **{**POOL, "kvflash": pool}), []
+    for _ in range(2):
+        list(islice(llm.generate(prompts[0], temp=0.0), 4))
+        last.append(llm.kvflash.last)
+    assert last[0].read == len(prompts[0])
+    assert 0 < last[1].read < len(prompts[0])
+    assert [one.generated for one in last] == [3, 3]
