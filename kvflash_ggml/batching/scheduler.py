@@ -153,7 +153,9 @@ class Scheduler:
         for one in self._running.copy():
             if one.job.request is request:
                 read = one.answer.reading
-                return "generating" if read is None else f"reading {read[0]}/{read[1]}"
+                if read is not None:
+                    return f"reading {read[0]}/{read[1]}"
+                return "generating" if one.answer.generated else "reading"
         if request.id in self._begun:
             return "parked"
         return "fetching" if any(job.request is request for job in self._aside.copy()) else "queued"
