@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -316,10 +317,10 @@ class PageTable:
     def place(self, length: int, table: PageTableState) -> list[int]:
         """Return where the chunks of a table would go: to their blocks, to ANY if a block is taken, or ABSENT.
 
-        In a pool that holds the whole context the chunks go in order, where its own texts have them: otherwise the
-        logits would round differently. length: tokens of the text. If the table has more resident chunks than this pool
-        can hold, the chunks with the best scores stay. ConfigError if the pool cannot hold the table's pins beside its
-        own.
+        The order of the chunks decides how the logits round. So in a pool that holds the whole context they go where
+        its own texts have them, and otherwise to the same places in this text's share, if it can hold all of them. If
+        it cannot, the chunks with the best scores stay. length: tokens of the text. ConfigError if the pool cannot hold
+        the table's pins beside its own.
         """
         pins = self.pins | table.pins
         self._check_pins(len(pins), f"pinning {len(pins)} chunks, as saved,")
@@ -330,22 +331,24 @@ class PageTable:
             able.sort(key=lambda c: (c not in keep, -scores[c], -table.last_use[c], -c))
         resident, free = set(able[: self.quota]), set(self.blocks.order)
         blocks = table.blocks if self.bounded else self.blocks.order[: len(table.blocks)]
+        if len(able) <= self.quota and not free.issuperset([blocks[c] for c in able]):
+            blocks = self._shared_out(blocks, able)
         return [ABSENT if c not in resident else block if block in free else ANY for c, block in enumerate(blocks)]
 
-    def load(self, length: int, table: PageTableState) -> None:
-        """After a reset, take over the table of a text of `length` tokens, in the blocks that `place` returns.
+    def _shared_out(self, blocks: list[int], able: list[int]) -> list[int]:
+        """Return the blocks of chunks of another share: the same places in this one, or at least the same order."""
+        own, blocks = sorted(self.blocks.order), blocks.copy()
+        held = sorted(able, key=blocks.__getitem__)
+        there = [own[blocks[c] % len(own)] for c in held]
+        for c, block in zip(held, own if any(a >= b for a, b in pairwise(there)) else there, strict=False):
+            blocks[c] = block
+        return blocks
 
-        If one of them is taken, and the pool holds as many, all go to other blocks in the same order: then the logits
-        round as before.
-        """
+    def load(self, length: int, table: PageTableState) -> None:
+        """After a reset, take over the table of a text of `length` tokens, in the blocks that `place` returns."""
         assert not self.chunks
         assert len(table.blocks) == len(table.last_use) == -(-length // CHUNK)
         places = self.place(length, table)
-        held = [c for c, block in enumerate(table.blocks) if block != ABSENT]
-        if ANY in places and all(places[c] != ABSENT for c in held):
-            held.sort(key=lambda c: table.blocks[c])
-            for c, block in zip(held, sorted(self.blocks.order[: len(held)]), strict=True):
-                places[c] = block
         assert len(set(places) - {ABSENT, ANY}) == sum(block >= 0 for block in places), "two chunks in one block"
         chunks = self._chunks_at(places, table)
         self.pins |= table.pins

@@ -439,6 +439,23 @@ def test_a_text_goes_on_bitwise_identical_in_any_slot(kind: str, llama: Callable
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_a_question_is_answered_bitwise_alike_in_any_slot(kind: str, llama: Callable[..., Any], tokens: Tokens) -> None:
+    prompts = prompts_of(tokens, 3)
+    with served(llama, kind, slots=2, reading="pool") as scheduler:
+        scheduler.start()
+        found, slots = list[Any](), list[int]()
+        for prompt in (0, 1, 2, 0):  # the third one takes the first one's slot
+            asked = ask(scheduler, prompts[prompt], MOST, ignore_eos=True, logprobs=1)
+            assert isinstance(asked.wait(), Finished)
+            found.append([event.logprobs for event in asked.events if isinstance(event, Piece)])
+            slots.append(scheduler.slots.index(scheduler.slot))
+        assert scheduler.counters()["page_ins"] > 0
+        assert scheduler.counts.resumes == 1
+    assert slots == [0, 1, 0, 1]
+    assert found[3] == found[0]
+
+
 def test_exact_answers_beside_others(llama: Callable[..., Any], tokens: Tokens) -> None:
     prompts = prompts_of(tokens, 2)
     with served(llama) as scheduler:

@@ -298,6 +298,7 @@ class TestAdopt:
             assert [block == ABSENT for block in own] == [block == ABSENT for block in saved]
             assert own[0] < own[3] < own[2]
             assert (own == saved) == ({0, 2, 5} <= {*order})
+            assert order[0] != 8 or own == [8, ABSENT, 13, 10], "as far apart in a share of the same size"
 
     def test_a_block_cannot_be_adopted_twice(self) -> None:
         with pytest.raises(AssertionError, match="two chunks"):
