@@ -56,7 +56,7 @@ LONG_PROMPT = 1024
 """A prompt of which so many tokens had to be read is written to a shared store before its answer has ended."""
 
 LET_SHARE = 0.5
-"""What other prompts may have of a long one's tokens read so far: it takes half as long again at most."""
+"""Tokens of other prompts that may be read between the steps of a long one, as a share of what it has read."""
 
 SWEEP_S = 0.25
 """How often the queue is looked through for requests whose time is up, while another runs."""

@@ -437,7 +437,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(make: Make, short: int) -> 
     assert read == [LONG, 6 * STEP, -(-2 * (400 + 2 * SHORT) // STEP) * STEP, 6 * STEP]
 
 
-def test_short_prompts_take_half_of_the_time_of_a_long_one_at_most(make: Make) -> None:
+def test_short_prompts_have_half_of_the_tokens_of_a_long_one_at_most(make: Make) -> None:
     _, _, read = beside_long(make, {5: [text(100, i) for i in range(20)]})
     assert read[1:] == sorted(read[1:])
     assert all(at >= min(LONG, 2 * 100 * (i + 1)) for i, at in enumerate(read[1:]))
