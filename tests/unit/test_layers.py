@@ -51,8 +51,6 @@ FLOORS = [
 
 ORDER = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
-MAX_LINES = 600
-
 
 def modules(package: Path = PACKAGE) -> dict[str, Path]:
     """Every module by its name in the package, "" for the package itself."""
@@ -127,14 +125,6 @@ def test_there_are_no_circles(package: Path) -> None:
         for name in free:
             del left[name]
     assert sorted(left) == [], "these import each other, or one that does"
-
-
-def test_no_file_is_long() -> None:
-    paths = [path for kind in ("*.py", "*.cpp", "*.h") for root in (PACKAGE, BENCH) for path in root.rglob(kind)]
-    lengths = {
-        str(path.relative_to(PACKAGE.parent)): len(path.read_text(encoding="utf-8").splitlines()) for path in paths
-    }
-    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
 
 
 def test_locks_are_entered_by_with() -> None:
