@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 from llama_cpp.llama_grammar import LlamaGrammar
 
+from ..chat.values import Grammar
 from ..errors import ConfigError
 from ..native import chat
 from .bias import without_end
 
 if TYPE_CHECKING:
-    from ..chat.values import Grammar
     from ..sampling import Samplers
 
 _MIROSTAT_M = 100
@@ -22,17 +22,20 @@ _MIROSTAT_M = 100
 
 
 def sampler_of(vocab: int, grammar: Grammar) -> Any:
-    """A llama_sampler that holds an answer to a grammar. vocab: address of the llama_vocab. ConfigError."""
+    """Return a llama_sampler that holds an answer to a grammar. vocab: address of the llama_vocab. ConfigError."""
     try:
         grammar.text.encode()
     except UnicodeEncodeError as err:
         raise ConfigError(f"the grammar is no text that can be written as UTF-8: {err.reason}") from None
-    made = chat.sampler(vocab, grammar.as_asked())
-    if not made:
+    if not grammar.text:
+        raise ConfigError("the grammar is empty: it needs a rule 'root'")  # llama.cpp would hold to nothing
+    try:
+        made = chat.sampler(vocab, grammar.as_asked())
+    except ConfigError as err:
         raise ConfigError(
-            "the grammar cannot be parsed, or costs too much: it needs to be GBNF with a rule 'root', without left "
-            "recursion, and with fewer repetitions, groups within groups, and ways to read the same text"
-        )
+            f"the grammar cannot be parsed, or costs too much: {err}: it needs to be GBNF with a rule 'root', without "
+            f"left recursion, and with fewer repetitions, groups within groups, and ways to read the same text"
+        ) from None
     return ctypes.cast(made, llama_cpp.llama_sampler_p_ctypes)
 
 
@@ -43,24 +46,22 @@ def chain_of(llm: Any, stock: Callable[..., Any], chain: Samplers | None, text: 
     `keywords`. text: the prompt's tokens. Only llama.cpp's penalties look at them. ConfigError for a grammar.
     """
     grammar = keywords.pop("grammar", None)
-    ours = grammar is not None and not isinstance(grammar, LlamaGrammar)
-    if chain is None and not ours:
-        return stock(grammar=grammar, **keywords)
-    held = sampler_of(llm._model.vocab, grammar) if ours else None
+    if isinstance(grammar, LlamaGrammar):
+        grammar = Grammar(text=grammar._grammar)
+    held = () if grammar is None else (sampler_of(llm._model.vocab, grammar),)
     if chain is None:
         made = stock(**keywords)
-        behind = _cut(made, len(made.custom_samplers) + 1)  # where upstream puts one: behind the penalties
-        for one in (held, *behind):
+        # upstream puts one behind the penalties
+        for one in (*held, *_cut(made, len(made.custom_samplers) + 1)) if held else ():
             llama_cpp.llama_sampler_chain_add(made.sampler, one)
         return made
     processor = keywords.get("logits_processor")
     if chain.min_tokens:
         processor = without_end(processor, llm._model, len(text) + chain.min_tokens)
-    made = stock(logits_processor=processor, grammar=None if ours else grammar)
-    kept = len(made.custom_samplers) + (grammar is not None and not ours) + 1
-    for one in _cut(made, kept):
+    made = stock(logits_processor=processor)
+    for one in _cut(made, len(made.custom_samplers) + 1):
         llama_cpp.llama_sampler_free(one)
-    for one in ((held,) if ours else ()) + _settled(llm, chain, text):
+    for one in held + _settled(llm, chain, text):
         llama_cpp.llama_sampler_chain_add(made.sampler, one)
     return made
 

@@ -34,9 +34,15 @@ def parse(parser: Any, text: str) -> dict[str, Any]:
 
 
 def sampler(vocab: int, request: Mapping[str, Any]) -> int:
-    """The address of a llama_sampler that holds an answer to a grammar, 0 if it is none. vocab: a llama_vocab's."""
+    """Return the address of a llama_sampler that holds an answer to a grammar. vocab: a llama_vocab's.
+
+    ConfigError with llama.cpp's reason for a grammar that cannot be used.
+    """
     data = json.dumps(request).encode()
-    return int(ffi.cast("uintptr_t", lib.kvf_chat_sampler(ffi.cast("void *", vocab), data, len(data))))
+    made = int(ffi.cast("uintptr_t", lib.kvf_chat_sampler(ffi.cast("void *", vocab), data, len(data))))
+    if not made:
+        raise ConfigError(_reason())
+    return made
 
 
 def _text(value: str) -> bytes:
@@ -52,5 +58,8 @@ def _taken(text: Any) -> Any:
 
 def _check(status: int) -> None:
     if status != lib.KVF_CHAT_STATUS_SUCCESS:
-        why = ffi.string(lib.kvf_chat_last_error()).decode("utf-8", "replace")
-        raise (HostMemoryError if status == lib.KVF_CHAT_STATUS_MEMORY else ConfigError)(why)
+        raise (HostMemoryError if status == lib.KVF_CHAT_STATUS_MEMORY else ConfigError)(_reason())
+
+
+def _reason() -> str:
+    return str(ffi.string(lib.kvf_chat_last_error()).decode("utf-8", "replace"))

@@ -56,7 +56,7 @@ void    kvf_chat_parser_close(kvf_chat_parser * parser);
 // the last part that is told. plain, first: bytes up to the end of the part in front of the first call that is not closed, of any call.
 int32_t kvf_chat_parse(const kvf_chat_parser * parser, const char * text, size_t size, kvf_chat_text * said);
 
-// A llama_sampler that holds an answer to a grammar, NULL if there is no such grammar. asked: {"grammar", "lazy", "triggers", "words",
+// A llama_sampler that holds an answer to a grammar; NULL, and a reason, if there is no such grammar. asked: {"grammar", "lazy", "triggers", "words",
 // "prefill", "thinking"}. A lazy one waits for a trigger, and does not look for one within reasoning. vocab: a llama_vocab.
 void * kvf_chat_sampler(const void * vocab, const char * asked, size_t size);
 // [/cdef]

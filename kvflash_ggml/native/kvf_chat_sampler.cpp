@@ -1,4 +1,5 @@
 // A grammar that waits for its trigger, and does not look for it while the model reasons.
+#include "kvf.h"
 #include "kvf_chat_guard.h"
 
 #include "common.h"
@@ -169,6 +170,8 @@ void * kvf_chat_sampler(const void * model_vocab, const char * asked_text, size_
     }
     if (both.grammar) {
         llama_sampler_free(both.grammar);
+    } else if (status == KVF_CHAT_STATUS_SUCCESS) {
+        kvf_chat_fail(kvf_last_error());
     }
     return nullptr;
 }

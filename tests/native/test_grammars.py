@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llama_cpp import LlamaGrammar
 from support.served import answer, ask
 
 from kvflash_ggml.batching import llama as batching
@@ -63,6 +65,38 @@ def test_what_would_cost_too_much(models: dict[str, Path]) -> None:
         f'root ::= "{"a" * 9999}"{{9}}',
     ]
     assert accepted(models["dense"], [*refused, *taken]) == [False] * len(refused) + [True] * len(taken)
+
+
+REFUSED = {
+    "an escape": ('root ::= "\\d"', "line 1: unknown escape at \\d"),
+    "a literal without an end": ('root ::= "a', "unexpected end of input"),
+    "a class without an end": ('x ::= "b"\nroot ::= [z-', "unexpected end of input"),
+    "a rule that is nowhere": ("root ::= foo", "Undefined rule identifier 'foo'"),
+    "a second line": ('root ::= a\na ::= "b"\nb = "c"', "line 3: expecting ::= at"),
+    "no root": ('a ::= "x"', "it has no rule 'root'"),
+    "no grammar": ("<<<>>>", "line 1: expecting name at <<<>>>"),
+    "nothing": ("", "the grammar is empty"),
+    "blanks": (" \n\n", "it has no rules"),
+    "recursion to the left": ('root ::= a\na ::= root "b"', "the rule 'root' begins with itself"),
+    "too many ways": (chain(2500, 'next "b"', '"a"'), "too many ways"),
+}
+
+
+@pytest.mark.parametrize(("text", "why"), REFUSED.values(), ids=REFUSED)
+def test_why_a_grammar_is_refused(llama: Callable[..., Any], tokens: Any, text: str, why: str) -> None:
+    """By each way to an answer, with the parser's reason. The process lives, and the next answer comes."""
+    llm, prompt = llama(kvflash=512), tokens[:20].tolist()
+    grammar = LlamaGrammar.from_string(text, verbose=False)
+    with pytest.raises(ValueError, match=re.escape(why)):
+        llm.create_completion(prompt, max_tokens=2, grammar=grammar)
+    with pytest.raises(ValueError, match=re.escape(why)):
+        llm.create_chat_completion([{"role": "user", "content": "Hello"}], max_tokens=2, grammar=grammar)
+    with pytest.raises(ValueError, match=re.escape(why)):
+        next(llm.generate(prompt, grammar=grammar))
+    llm.eval(prompt)
+    with pytest.raises(ValueError, match=re.escape(why)):
+        llm.sample(grammar=grammar)
+    assert llm.create_completion(prompt, max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
 SAMPLE = """
