@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,8 +29,6 @@ SPEC_DEFAULT_WINDOW = 4096
 """Tokens that it sees, if nothing else is asked for."""
 
 _ALSO_NGRAM = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
-
-REPAIR = "kvflash_repair does nothing: measurements showed no gain. Remove it."
 
 _spec = in_section("Speculative decoding")
 _pool = in_section("KVFlash")
@@ -241,10 +238,6 @@ class KVFlashConfig:
         " lossless: the whole text too; the pool drafts several tokens, and one pass over the text verifies them."
         " Other drafters (--kvflash-spec, -md) draft for the pool then.",
     )  # fmt: skip
-    repair: int | None = _pool(
-        int, "--kvflash-repair", least=1,
-        help="Deprecated: does nothing. Measurements showed no gain from evaluating an answer's tokens again.",
-    )  # fmt: skip
     spec: SpecConfig | None = _pool(
         _read_drafts, "--kvflash-spec", "--spec-type", metavar="auto|none|NAMES",
         help=f"Speculative decoding: the drafters whose tokens one step verifies, of {', '.join(SPEC_TYPES)}, separated"
@@ -275,8 +268,6 @@ class KVFlashConfig:
         if limit not in (None, "auto") and (not is_whole(limit) or limit < 0):  # type: ignore[operator]
             raise ConfigError(f"host_limit is a number of bytes, 'auto' or None, not {limit!r}")
         self._check_combinations()
-        if self.repair is not None:
-            warnings.warn(REPAIR, DeprecationWarning, stacklevel=3)
 
     def _check_pool(self) -> None:
         if self.pool != "auto" and (not is_whole(self.pool) or self.pool <= 0):

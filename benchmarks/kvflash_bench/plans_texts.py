@@ -90,7 +90,6 @@ class Loss(OfText):
     contexts: tuple[int, ...] = option("4K", DOCUMENTS, type=Numbers())
     pools: tuple[int, ...] = option("512", "Pools, in tokens.", type=Numbers())
     policies: tuple[str, ...] = option("qk:exact,qk,lru", POLICIES, type=Names())
-    repairs: tuple[int, ...] = option((), "Deprecated: does nothing.", type=Numbers())
     documents: int = option(4, type=COUNT)
     tokens: int = option(200, "Counted after a document.", type=COUNT)
     seed: int = option(0, "Of the first document.")

@@ -13,10 +13,9 @@ from typing import Any, Literal, TypeVar
 import click
 
 from .. import notation, system
-from ..config import REPAIR, KVFlashConfig, PoolSettings, PrefixCache, SpecConfig
+from ..config import KVFlashConfig, PoolSettings, PrefixCache, SpecConfig
 from ..constants import KV_TYPES, MAX_CONTEXT, MAX_THREADS
 from ..errors import ConfigError
-from ..logs import warn_once
 from ..native import library
 from ..notation import word
 from ..placement.devices import EXPERTS, parse_overrides
@@ -302,8 +301,6 @@ class PoolOptions(PoolSettings):
         asked = notation.pool(self.kvflash)
         if asked is None:
             return None
-        if self.fields["repair"] is not None:
-            warn_once(REPAIR)  # a terminal shows no DeprecationWarning
         spec = self.fields["spec"]
         drafts = None if spec is None else SpecConfig.read(spec)
         return KVFlashConfig(**asked, **self.fields | {"spec": drafts})

@@ -26,7 +26,7 @@ from typing import TypeVar
 from ..errors import HostMemoryError, SnapshotError
 from . import slabs
 from .image import NOWHERE, READERS, AllLeased, Lease, Leases, PageImage, Read
-from .slabs import HandOver, HostMemory, Slabs, SpillFile
+from .slabs import HostMemory, Slabs, SpillFile
 
 T = TypeVar("T")
 
@@ -60,19 +60,6 @@ class PageHeap:
         self._reclaimers: list[Callable[[], bool]] = []
         self._closed = False
         self._lock = RLock()
-
-    def move(self, memory: HostMemory, hand_over: HandOver) -> None:
-        """Let the images, which stay where they are, belong to `memory` after `hand_over`. No lease may be open.
-
-        It waits for all transfers: their tickets mean nothing to another memory. After an interrupt, a move to either
-        memory completes it.
-        """
-        with self._lock:
-            for page in (*self._pages, *self._orphans):
-                self._memory.wait(page.ticket)
-                page.ticket = 0
-            self._slabs.move(memory, hand_over)
-            self._memory = memory
 
     # --- queries
 

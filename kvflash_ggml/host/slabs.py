@@ -9,7 +9,6 @@ import logging
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from operator import itemgetter
@@ -32,10 +31,6 @@ FEW_SHARE = 1 / 4
 """Share of SLAB_BYTES that is made where few pages are needed. A device does nothing else while memory is page-locked,
 and a large slab takes as long as many tokens of an answer.
 """
-
-
-HandOver = Callable[[Sequence[int]], None]
-"""Makes the slabs at these addresses another memory's."""
 
 
 class HostMemory(Protocol):
@@ -79,14 +74,6 @@ class Slabs:
     def give_back(self, address: int) -> None:
         _, number = self._starts[bisect.bisect(self._starts, address, key=itemgetter(0)) - 1]
         heapq.heappush(self._free, (number, address))
-
-    def move(self, memory: HostMemory, hand_over: HandOver) -> None:
-        """Take further slabs from `memory`. `hand_over` gives it the existing slabs."""
-        slabs = [*self._slabs]
-        if self._next is not None and self._next.exception() is None:
-            slabs.append(self._next.result())
-        hand_over(slabs)
-        self._memory = memory
 
     def close(self) -> None:
         """Free all memory."""

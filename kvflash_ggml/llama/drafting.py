@@ -86,14 +86,9 @@ class Drafting:
     def after(self, speculator: Speculator) -> Drafting:
         """With what came of drafts, and without drafters that are not asked any more: these may be closed."""
         drafters = [drafter for drafter in self.drafters if drafter in speculator.drafters]
-        return replace(self, drafters=drafters).counting_on(speculator)
-
-    def counting_on(self, speculator: Speculator | None) -> Drafting:
-        """With what came of drafts before."""
-        if speculator is None:
-            return self
         nested = speculator.nested
-        return replace(self, total=speculator.total, on_pool=self.on_pool if nested is None else nested.total)
+        on_pool = self.on_pool if nested is None else nested.total
+        return replace(self, drafters=drafters, total=speculator.total, on_pool=on_pool)
 
 
 def search(model: Path, config: KVFlashConfig) -> tuple[Found, ...]:

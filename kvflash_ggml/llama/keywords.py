@@ -28,7 +28,6 @@ class PoolKeywords(TypedDict, total=False):
     kvflash_preview_share: float | None
     kvflash_stage: int | None
     kvflash_answer: Literal["pool", "exact", "lossless"] | None
-    kvflash_repair: int | None
     kvflash_spec: SpecConfig | str | None
     kvflash_pins: Sequence[tuple[int, int]] | None
     kvflash_spill: str | Path | None

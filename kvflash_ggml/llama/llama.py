@@ -40,7 +40,7 @@ from .chatting import PARAMETERS, Chatting
 from .context import Batch, Closed, check_adapter
 from .drafting import Drafting, device_bytes, loads_head, room, search
 from .generation import Generation, limited
-from .opening import open_pool, resize, speculator_of, with_sequences
+from .opening import open_pool, speculator_of, with_sequences
 from .preview import Previews, previewed, previews_of
 from .reader import Reader
 from .samplers import chain_of
@@ -76,7 +76,7 @@ class Llama(llama_cpp.Llama):
     kvflash: None for the full cache; for a pool a number of tokens, a size in bytes as "2G", or "auto"; or a
         KVFlashConfig.
     kvflash_policy, kvflash_drafter, kvflash_tau, kvflash_calibrate, kvflash_deterministic, kvflash_reading,
-        kvflash_preview_share, kvflash_stage, kvflash_answer, kvflash_repair, kvflash_spec, kvflash_pins, kvflash_spill,
+        kvflash_preview_share, kvflash_stage, kvflash_answer, kvflash_spec, kvflash_pins, kvflash_spill,
         kvflash_host_limit: fields of KVFlashConfig, by keyword.
     kvflash_cache: a prefix cache, or the folder of one with default settings; the same as `set_cache`.
     kvflash_progress: called as (tokens evaluated, tokens to evaluate) while a prompt is read.
@@ -513,22 +513,6 @@ class Llama(llama_cpp.Llama):
             yield
         finally:
             self._reader.prefixes = prefixes
-
-    # --- another size of the pool
-
-    @changing
-    def resize_pool(self, tokens: int) -> int:
-        """Give the pool another size, in tokens; the text and its memory stay. Returns how many slots there are then.
-
-        Page images stay on the host and nothing is read again: what follows is what a session of that pool answers
-        that has loaded this text. The new pool is made beside the old one; where there is no room for both, the
-        smallest pool takes the old one's place first. A prefix cache keeps what is in its folder.
-
-        Raises DoesNotFit where there is no room for that either, ConfigError for a size that cannot work or a policy
-        that is an object, which cannot serve two pools: nothing has changed then, as after any other error. Only where
-        others take the memory meanwhile the smallest pool stays, with the text.
-        """
-        return resize(self, tokens)
 
     @property
     def draft_model(self) -> Any:

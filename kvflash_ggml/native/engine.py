@@ -498,13 +498,6 @@ class Engine:
     def free(self, address: int) -> None:
         lib.kvf_host_free(self._engine, ffi.cast("void *", address))
 
-    def adopt_host(self, other: Engine, addresses: Sequence[int]) -> None:
-        """Take over what another engine on the same devices has allocated at these addresses; its tickets are done.
-
-        Addresses at which the other has nothing are left alone.
-        """
-        lib.kvf_host_move(other._engine, self._engine, len(addresses), ffi.new("uint64_t[]", list(addresses)))
-
     def view(self, address: int, size: int) -> memoryview:
         return memoryview(ffi.buffer(ffi.cast("char *", address), size)).cast("B")
 

@@ -307,9 +307,6 @@ enum kvf_status kvf_state_put (kvf_engine * engine, int32_t seq, int32_t length)
 
 enum kvf_status kvf_host_alloc(kvf_engine * engine, int64_t size, void ** data);  // or MEMORY
 void            kvf_host_free (kvf_engine * engine, void * data);
-// What one engine has allocated at these addresses is another's from now on, of the same devices, and stays where it is; others
-// stay whose they are. No transfer is under way. Tickets of the first engine are done for the second too.
-void            kvf_host_move (kvf_engine * from, kvf_engine * to, int32_t n, const uint64_t * data);
 
 // The captured queries of all layers: per layer [query_rows + 1][n_head][head_k] floats, of which the last row means nothing. A
 // plan names the row of each token, so what is where is the caller's to know. To verify drafts, ask for so many rows more than

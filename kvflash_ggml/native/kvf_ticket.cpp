@@ -110,12 +110,6 @@ bool kvf_tickets::is_sound(const std::vector<kvf_lane> & lanes, uint64_t ticket)
     return res;
 }
 
-void kvf_tickets::follow(const kvf_tickets & other) {
-    std::lock_guard<std::mutex> lock(mutex);
-    newest = std::max(newest, other.newest);
-    sound  = std::max(sound, other.newest);
-}
-
 // The mark of a ticket, or of a later one that has taken its place: the transfers of a lane are done in their order, so that is
 // only stricter.
 kvf_mark * kvf_tickets::hold(uint64_t ticket) {

@@ -47,9 +47,6 @@ public:
 
     uint64_t last() const { return newest; }
 
-    // Tickets of the other are done here too, and sound: they were looked at. Nobody waits for one of either.
-    void follow(const kvf_tickets & other);
-
 private:
     static constexpr uint64_t N_MARKS = 64;
 

@@ -218,16 +218,3 @@ void kvf_host_free(kvf_engine * engine, void * data) {
         return ggml_backend_buffer_get_base(buffer.get()) == data;
     }), host.end());
 }
-
-void kvf_host_move(kvf_engine * from, kvf_engine * to, int32_t n, const uint64_t * data) {
-    kvf_wait(to, to->tickets.last());
-    to->tickets.follow(from->tickets);
-    std::scoped_lock lock(from->host_mutex, to->host_mutex);
-    auto & host  = from->host;
-    auto   moved = std::stable_partition(host.begin(), host.end(), [n, data](const auto & buffer) {
-        const auto base = (uint64_t) (uintptr_t) ggml_backend_buffer_get_base(buffer.get());
-        return std::find(data, data + n, base) == data + n;
-    });
-    std::move(moved, host.end(), std::back_inserter(to->host));
-    host.erase(moved, host.end());
-}

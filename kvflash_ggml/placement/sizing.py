@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import MIN_SEQUENCES, Fit, KVFlashConfig
 from ..constants import CHUNK, POOL_STEP, SPEED_CAP, round_up
-from ..errors import DoesNotFit, mebibytes
+from ..errors import mebibytes
 from . import memory
 from .needs import STAGED_PAGES
 from .sizes import HOST, Device
@@ -249,24 +249,6 @@ def halved(size: PoolSize, times: int, *, minimum: int) -> PoolSize:
         return size
     slots = max(min(minimum, size.slots), (size.slots >> times) // POOL_STEP * POOL_STEP)
     return replace(size, slots=slots, why=f"{size.why}, and {size.slots} could not be made")
-
-
-def no_room_beside(model: Any, context: int, devices: Sequence[DeviceInfo], size: PoolSize, slots: int) -> DoesNotFit:
-    """Return the error for a second context that could not be made beside one of `slots` slots.
-
-    model: a llama_cpp LlamaModel. context: address of the llama_context that is there. devices: of its engine.
-    """
-    from ..native import measure
-
-    shares = {device.name: device.share_bytes // CHUNK for device in devices}
-    found = []
-    for device, taken in zip(memory.of_model(address(model)), measure.taken(context, address(model)), strict=True):
-        caches = taken.kv + (size.slots - slots) * shares.get(device.name, 0)
-        needs = {"caches of a second pool": caches, "compute": taken.compute, "queries": taken.queries}
-        found.append((device, needs))
-    device, needs = min(found, key=lambda pair: pair[0].free - sum(pair[1].values()))
-    why = "Both pools are there for a moment: save_snapshot, close, and load_snapshot in a new Llama do without."
-    return DoesNotFit(device.name, needed=sum(needs.values()), free=device.free, needs=needs, why=why)
 
 
 def warn_if_tight(devices: Sequence[DeviceInfo], n_ubatch: int) -> None:

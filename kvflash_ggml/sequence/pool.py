@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
@@ -103,10 +102,8 @@ class Pool:
     engine: on a context with a pool, closed with it. n_ubatch: most rows of one step. host_limit, spill: of the page
     images, see KVFlashConfig. block_order: the order in which blocks are handed out, for tests. stage_slots: tokens
     that a streamed step can see, its own included; 0 if none can be made. stage_bytes: device memory of the layer
-    buffers. device_states: recurrent state before draft rows. media: embeddings of the texts' images. beside: another
-    pool of the same model and devices, whose images this pool's texts can use; `take_images` transfers their ownership.
-    owns_images: this pool closes them. fixed_rows: a step has at least a row for each sequence, see `Padding`, for
-    which a block is set aside.
+    buffers. device_states: recurrent state before draft rows. media: embeddings of the texts' images. fixed_rows: a
+    step has at least a row for each sequence, see `Padding`, for which a block is set aside.
     """
 
     def __init__(
@@ -117,7 +114,6 @@ class Pool:
         host_limit: int | None = None,
         spill: Path | None = None,
         block_order: Sequence[int] | None = None,
-        beside: Pool | None = None,
         fixed_rows: bool = False,
     ) -> None:
         info = engine.info
@@ -132,15 +128,12 @@ class Pool:
         self.share = blocks * CHUNK
         self.texts: WeakValueDictionary[int, Text] = WeakValueDictionary()
         self.decoding = 1
-        self.owns_images = beside is None
-        self.heap: PageHeap = (
-            PageHeap(engine, info.page_bytes, limit=host_limit, spill=spill) if beside is None else beside.heap
-        )
+        self.heap = PageHeap(engine, info.page_bytes, limit=host_limit, spill=spill)
         self.rows = MaskRows(info.n_slots, len(engine.token), f32=info.mask_f32)
         engine.use_mask(self.rows.data)
         self.padding = Padding(engine, self.rows, self._end) if fixed_rows else None
         self.device_states = DeviceStates(engine)
-        self.media: MediaRows = MediaRows() if beside is None else beside.media
+        self.media: MediaRows = MediaRows()
         self.stage_slots = 0
         self.stage_bytes = 0
         self.stage_mask = (AlibiStageMask if info.alibi else StageMask)(n_ubatch)
@@ -312,15 +305,6 @@ class Pool:
         rows = text.table.layout.length if text.draft_rows is None else text.draft_rows.end
         return self.engine.end(rows, seq=seq)
 
-    def take_images(self, other: Pool) -> None:
-        """Take over the images that both pools share: this pool closes them, and the other no longer does.
-
-        After an interrupt `owns_images` may say so although they have stayed: the other pool has to take them back.
-        """
-        self.owns_images, other.owns_images = True, False
-        self.heap.move(self.engine, partial(self.engine.adopt_host, other.engine))
-
     def close(self) -> None:
-        if self.owns_images:
-            self.heap.close()
+        self.heap.close()
         self.engine.close()

@@ -34,8 +34,8 @@ class ReadStats:
     """What the newest request lost against full attention, in tokens.
 
     read: tokens of the prompt that were not known already. read_whole: of these, tokens that saw the whole text before
-    them. generated, generated_whole: the same of the answer. repaired, changed: always 0, kept for programs that read
-    them. previewed: tokens of a prompt of which a preview has read `read`; 0 for other answers.
+    them. generated, generated_whole: the same of the answer. previewed: tokens of a prompt of which a preview has read
+    `read`; 0 for other answers.
 
     ranked: how the resident set at the beginning of the answer was chosen. "exact": by the attention of the prompt's
     end to every key in view, and by the index for keys out of view. "index": by the index, for the reason `ranked_why`.
@@ -46,8 +46,6 @@ class ReadStats:
     read_whole: int = 0
     generated: int = 0
     generated_whole: int = 0
-    repaired: int = 0
-    changed: int = 0
     seen: float = 0.0
     previewed: int = 0
     ranked: str = ""

@@ -102,12 +102,7 @@ def park(llm: Any, tokens: list[int], folder: Path) -> None:
         parked.release()
 
 
-def resize(llm: Any, tokens: list[int], folder: Path) -> None:
-    for size in (768, 512):
-        llm.resize_pool(size)
-
-
-WORKS = [completion, stream, generate, evaluate, save, park, resize]
+WORKS = [completion, stream, generate, evaluate, save, park]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from kvflash_ggml.batching.llama import LlamaModel
 from kvflash_ggml.batching.messages import Event, Failed, Finished, Piece
 from kvflash_ggml.batching.scheduler import Scheduler
 from kvflash_ggml.constants import CHUNK
-from kvflash_ggml.errors import ConfigError, DecodeError, HostMemoryError, KVFlashError, NotFinite
+from kvflash_ggml.errors import ConfigError, DecodeError, HostMemoryError, NotFinite
 
 pytestmark = pytest.mark.usefixtures("known_heads")
 
@@ -481,13 +481,6 @@ def test_as_many_sequences_as_there_is_room_for(kind: str, pool: int, want: int,
     llm = llama(kind, n_ctx=N_CTX, n_batch=256, n_ubatch=256, kvflash=KVFlashConfig(pool=pool, parallel="auto"))
     assert len(LlamaModel(llm).beside) == want - 1
     assert f"for each of {want} sequences, and more while others are idle" in llm.kvflash.banner()
-
-
-def test_a_shared_pool_keeps_its_size(llama: Callable[..., Any]) -> None:
-    llm = llama("dense", n_ctx=1024, kvflash=KVFlashConfig(pool=1024, parallel=2))
-    with pytest.raises(KVFlashError, match="2 sequences share"):
-        llm.resize_pool(2048)
-    assert "for each of 2 sequences" in llm.kvflash.banner()
 
 
 def test_samplers_draw_for_each_answer(llama: Callable[..., Any], tokens: Tokens) -> None:

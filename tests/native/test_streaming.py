@@ -112,7 +112,7 @@ def test_a_small_n_batch_streams_a_text_as_often_as_the_default(
 def test_a_text_that_lies_out_of_order_in_the_pool_equals_stock(
     kind: str, bare: Callable[..., Any], tokens: Any, fuses: bool
 ) -> None:
-    """All of it is resident, as after a resize or a cut of a longer one."""
+    """All of it is resident, as after a cut of a longer one."""
     size = {"n_ctx": N_CTX, "n_ubatch": 128}
     order = [0, *range(POOL // 64 - 1, 0, -1)]
     ours = bare(kind, pool=POOL, stages=N_CTX, answers_exactly=True, block_order=order, **size)

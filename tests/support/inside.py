@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
-
-import pytest
 
 
 class Part:
@@ -57,17 +54,3 @@ PRIVATE = frozenset(
     ]
 )
 """Names that no other file of the tests may write."""
-
-
-def let_make_contexts(
-    monkeypatch: pytest.MonkeyPatch, llm: Any, instead: Callable[[Callable[[Any], Any], Any, Any], Any]
-) -> None:
-    """Have contexts for a resized pool made by instead(make, size, session). make(size): how it is done otherwise."""
-    from kvflash_ggml.llama import opening
-
-    make = opening.make_context
-
-    def made(llm: Any, size: Any) -> Any:
-        return instead(lambda size: make(llm, size), size, llm._reader.sequence)
-
-    monkeypatch.setattr(opening, "make_context", made)

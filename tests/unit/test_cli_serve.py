@@ -269,9 +269,9 @@ def test_help_has_the_common_options_and_help_all_has_the_others(verb: str, cli:
     assert len(re.findall(r"^  -", common, re.MULTILINE)) in range(20, 27)
     for name in ("-c, --ctx-size", "--kvflash TOKENS|SIZE|auto|off", "--help-all", "-q, --quiet", "--temp"):
         assert name in common
-    for name in ("--kvflash-repair", "--override-tensor", "--help", "--spec-tree"):
+    for name in ("--kvflash-reading", "--override-tensor", "--help", "--spec-tree"):
         assert name in everything
-    assert "--kvflash-repair" not in common
+    assert "--kvflash-reading" not in common
     assert "--jinja" not in everything
     assert everything.startswith(common.partition("\n")[0])
 

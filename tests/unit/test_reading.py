@@ -26,8 +26,6 @@ GIB = 1 << 30
         ({"stage": 0}, "0"),
         ({"stage": 1.5}, "1.5"),
         ({"stage": True}, "True"),
-        ({"repair": 0}, "0"),
-        ({"repair": "64"}, "'64'"),
         ({"reading": "pool", "answer": "exact"}, "answer='exact'"),
     ],
 )
@@ -40,13 +38,6 @@ def test_accepted() -> None:
     config = KVFlashConfig(reading="exact", stage=1, answer="exact")
     assert (config.reading, config.stage, config.answer) == ("exact", 1, "exact")
     KVFlashConfig(reading="pool", stage=512)
-
-
-@pytest.mark.parametrize("also", [{}, {"reading": "pool"}, {"parallel": 2}])
-def test_repair_is_taken_and_does_nothing(also: dict[str, Any]) -> None:
-    with pytest.warns(DeprecationWarning, match="kvflash_repair does nothing"):
-        config = KVFlashConfig(repair=64, **also)
-    assert not config.sees_all
 
 
 # --- how large
