@@ -694,35 +694,3 @@ def test_the_same_prompt_leaves_alone_what_was_put_aside(make: Make) -> None:
     assert slow.text == bytes(range(97, 117)).decode()
     assert model.read_tokens == 302, "a token of the prompt for the other answer, and a drawn one"
     assert len(scheduler.swapped) == 1
-
-
-def test_places_that_nobody_came_for_are_free_when_nobody_waits(make: Make) -> None:
-    """Many who are told a time and stay away do not send the next one away for an hour."""
-    gate, now = Gate(), [0.0]
-    scheduler = make(FakeModel(on_step=gate), limits=Limits(most=1), clock=lambda: now[0])
-
-    def refused() -> float:
-        first = ask(scheduler, text(20), 2)
-        gate.wait()
-        second = ask(scheduler, text(20, 1), 2)
-        with pytest.raises(QueueFull) as told:
-            ask(scheduler, text(20, 2), 2)
-        for i in range(99):
-            with pytest.raises(QueueFull):
-                ask(scheduler, text(20, 3 + i), 2)
-        now[0] += 0.5
-        gate.release()
-        for one in (first, second):
-            one.wait()
-        while not scheduler.idle:
-            time.sleep(0.001)
-        for _ in range(2):  # between two calls it has looked who waits
-            scheduler.call(int).result(20)
-        while gate.open.acquire(blocking=False):
-            pass
-        while gate.reached.acquire(blocking=False):
-            pass
-        return told.value.retry_after_s
-
-    before = refused()
-    assert refused() <= before

@@ -537,7 +537,7 @@ def test_a_full_queue() -> None:
     refused = [reply for reply in replies if reply.status == 429]
     assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused)
     again = [int(reply.headers["retry-after-ms"]) for reply in refused]
-    assert again[-1] > 10 * again[0], "each is told a time of its own"
+    assert len(set(again)) > len(again) / 2, "they would all come at once"
     assert refused[0].json["error"]["type"] == "rate_limit_error"
 
 
