@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -39,6 +40,8 @@ _FAR = 1 << 40
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_CGROUPS_OF_PROCESS = Path("/proc/self/cgroup")
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 _seeking = threading.Lock()
 
@@ -175,8 +178,47 @@ def _limit() -> tuple[int, int] | None:
 
 
 def cores() -> int:
-    """Return how many cores this process may use; all of the machine's where the system does not tell."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return how many cores this process may use; all of the machine's where the system does not tell.
+
+    The quota of a control group counts, rounded up: 1.5 cores are two threads, each of them held up now and then.
+    """
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([count, *map(math.ceil, _quotas())]))
+
+
+def _quotas() -> list[float]:
+    """Return the cores that each control group above this process allows."""
+    try:
+        lines = _CGROUPS_OF_PROCESS.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        home, group = _CGROUP / "cpu" if controllers else _CGROUP, Path(path.lstrip("/"))
+        for part in {group, *group.parents, Path()}:  # in a container its own group is at the root
+            found += _quota(home / part)
+    return found
+
+
+def _quota(group: Path) -> list[float]:
+    """Return the cores that a control group allows, of version 2 or 1; nothing without a limit."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+            words = " ".join((group / name).read_text(encoding="ascii") for name in names).split()
+            quota, period = map(int, words)  # "max" is no number
+            return [quota / period] if quota > 0 else []
+    return []
+
+
+def core_times() -> tuple[int, int] | None:
+    """Return the nanoseconds that this thread has run, and those that it waited for a core. None if nothing tells."""
+    with contextlib.suppress(OSError, ValueError):
+        ran, waited, _ = map(int, _SCHEDSTAT.read_text(encoding="ascii").split())
+        return ran, waited
+    return None
 
 
 def has_ended(child: int) -> bool:

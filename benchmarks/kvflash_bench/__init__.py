@@ -11,6 +11,7 @@ from .verb import verb
 
 VERBS = (
     verb("depth", plans.Depth, "depth"),
+    verb("busy", plans.Busy, "busy"),
     verb("paging", plans.Paging, "paging"),
     verb("scoring", plans.Scoring, "scoring", where=False),
     verb("restore", plans.Restore, "restore"),

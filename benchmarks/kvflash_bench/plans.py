@@ -25,6 +25,14 @@ FULL = "Also run the full cache."
 ARMS = ("full", "exact", "pool")
 """Of `streaming`: the full cache, exact reading, and reading with what the pool holds."""
 
+WAYS = {
+    "ours": {},
+    "passive": {"OMP_WAIT_POLICY": "passive"},
+    "active": {"OMP_WAIT_POLICY": "active"},
+    "libgomp": {"GOMP_SPINCOUNT": "300000"},
+}
+"""Of `busy`: variables of each way to wait."""
+
 COUNT = click.IntRange(min=1)
 
 
@@ -74,6 +82,36 @@ class Depth(Plan):
     window: int = option(4096, "Prefill is timed over so many tokens.")
     decode: int = option(64, "Decode steps timed at each depth.")
     seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Busy(Plan):
+    """Decoding on cores that other programs use too, by how threads wait for each other.
+
+    Each way runs in a process of its own, alone and beside the loops, in turns. cpu_ms: of all threads, for a token.
+    """
+
+    ways: tuple[str, ...] = option(
+        "ours,passive,active,libgomp",
+        "ours: as a user has it. passive, active: OMP_WAIT_POLICY. libgomp: its default. A number: GOMP_SPINCOUNT.",
+        type=Names(),
+    )
+    loops: int | None = option(None, "Programs that loop.  [default: one a core]", type=COUNT)
+    seconds: float = option(3.0, "Of decoding, for each run.", type=click.FloatRange(min=0.1))
+    length: int = option(256, "Tokens before the first.", type=COUNT)
+    pool: int = _pool("512")
+    repeats: int = option(3, "Runs of each; medians are reported.", type=COUNT)
+    stock: Path | None = option(
+        None,
+        "Folder of upstream's programs: scripts/vendor.py stock builds them.  [default: ours only]",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+    )
+    stock_tokens: int = option(32, "Tokens that stock decodes, however long it takes.", type=COUNT)
+
+    def check(self) -> None:
+        for way in self.ways:
+            if way not in WAYS and not way.isdecimal():
+                raise click.BadParameter(f"{way!r} is no number, and none of {', '.join(WAYS)}", param_hint="--ways")
 
 
 @dataclass(frozen=True, kw_only=True)

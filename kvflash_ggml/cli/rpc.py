@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from .. import remote
+from .. import remote, system
 from ..native import library
 from ..native import remote as servers
 from .child import check_first_run
@@ -88,7 +87,7 @@ def serve(
         # the native call never returns to Python, which would act on these
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        threads = threads or max(1, (os.cpu_count() or 1) // 2)
+        threads = threads or max(1, system.cores() // 2)
         servers.serve(host, port, devices=names, threads=threads, cache=cache)
 
 

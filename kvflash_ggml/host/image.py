@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from threading import get_ident
@@ -10,9 +9,10 @@ from types import TracebackType
 from typing import NamedTuple, Protocol
 from weakref import ref
 
+from .. import system
 from ..errors import HostMemoryError
 
-READERS = min(8, os.cpu_count() or 1)
+READERS = min(8, system.cores())
 """Images that are read at once: checksums take longer than reading."""
 
 NOWHERE = -1

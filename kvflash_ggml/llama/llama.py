@@ -40,6 +40,7 @@ from .chatting import PARAMETERS, Chatting
 from .context import Batch, Closed, check_adapter
 from .drafting import Drafting, device_bytes, loads_head, room, search
 from .generation import Generation, limited
+from .hints import SharedCores
 from .opening import open_pool, speculator_of, with_sequences
 from .preview import Previews, previewed, previews_of
 from .reader import Reader
@@ -374,6 +375,8 @@ class Llama(llama_cpp.Llama):
             sample=reader.sample if inherited else lambda pos: int(self.sample(idx=pos)),
             stopping=stopping_criteria,
         )
+        cores = SharedCores(self.n_threads)
+        began = cores.begin()
         with nullcontext() if self._finder is None else self._finder.behind():
             place = self._saver.branch(ids, self.kvflash_branch) if reset else None
             reading = answer.read(prompt, place, going_on=going_on is not None, shares=self.kvflash_together)
@@ -402,6 +405,8 @@ class Llama(llama_cpp.Llama):
                 sequence = reader.sequence
                 if sequence is not None and not sequence.engine.closed:
                     sequence.settle()
+                    if sequence.engine.info.host_compute:
+                        cores.end(began)
                     if self._finder is not None and sequence.length > sequence.pool.share:
                         self._finder.start()
 

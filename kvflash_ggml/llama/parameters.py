@@ -14,7 +14,7 @@ from typing import Any
 import llama_cpp
 from llama_cpp.llama_cache import BaseLlamaCache
 
-from .. import notation
+from .. import notation, system
 from ..calibration import choice
 from ..config import Fit, KVFlashConfig, PrefixCache, SpecConfig
 from ..constants import KV_TYPES, MAX_CONTEXT, MAX_THREADS
@@ -113,6 +113,9 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
     if config is not None:
         config = _check_features(config, upstream, by_default=_PREFIX not in keywords)
     check_numbers(upstream)  # with the flash attention that a pool sets
+    # upstream counts the cores of the machine, where a container or an affinity may allow fewer
+    upstream["n_threads"] = upstream.get("n_threads") or max(1, system.cores() // 2)
+    upstream["n_threads_batch"] = upstream.get("n_threads_batch") or system.cores()
     if config is not None:
         upstream.setdefault("n_ctx", 0)
         upstream.setdefault("swa_full", False)

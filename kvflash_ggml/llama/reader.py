@@ -19,6 +19,7 @@ from ..sequence import prefill
 from ..sequence.sequence import Sequence
 from ..sequence.step import NO_LOGITS, Logits
 from ..state.session import SessionState
+from .hints import SlowPrompt
 
 if TYPE_CHECKING:
     from ..spec.loop import Speculator
@@ -44,6 +45,7 @@ class Reader:
         self.prefixes: Prefixes | None = None
         self.greedy = False
         self.previewing = False
+        self._slow = SlowPrompt()
 
     @property
     def pooled(self) -> Sequence:
@@ -81,7 +83,7 @@ class Reader:
             tokens,
             output_all=self.llm._logits_all,
             after=self.after_step,
-            progress=self.llm.kvflash_progress if count > 1 else None,
+            progress=(self.llm.kvflash_progress or self._slow.begin()) if count > 1 else None,
             checkpoint=checkpoint,
             prompt=prompt,
         )

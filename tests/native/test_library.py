@@ -75,6 +75,34 @@ def test_one_libllama_in_the_process() -> None:
     assert {Path(p).parent for p in mapped} == {library.library_folder()}
 
 
+def spins(code: str, **environment: str) -> str | None:
+    """How long threads spin, as libgomp has read it; None if it was not loaded."""
+    done = run(code, OMP_DISPLAY_ENV="verbose", **dict.fromkeys(library.WAITING, "") | environment)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"GOMP_SPINCOUNT = '(\w+)'", done.stderr)
+    return None if found is None else found[1]
+
+
+UNSET = f"import os\nfor name in {library.WAITING}:\n    if not os.environ[name]: del os.environ[name]\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [LOAD, "import kvflash_ggml, llama_cpp\n", "import llama_cpp\n", "from kvflash_ggml import Engine\n"],
+    ids=["loaded", "llama_cpp after us", "llama_cpp alone", "Engine"],
+)
+def test_threads_spin_briefly_before_they_sleep(code: str) -> None:
+    assert spins(UNSET + code) == str(library.SPINS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [("OMP_WAIT_POLICY", "passive", "0"), ("GOMP_SPINCOUNT", "77", "77"), ("KMP_BLOCKTIME", "0", "300000")],
+)
+def test_a_user_says_how_threads_wait(name: str, value: str, expected: str) -> None:
+    assert spins(UNSET + LOAD, **{name: value}) == expected
+
+
 def test_llama_cpp_may_come_first_when_it_uses_our_library() -> None:
     folder = str(library.library_folder())
     done = run("import llama_cpp\n" + LOAD + MAPS, LLAMA_CPP_LIB_PATH=folder)

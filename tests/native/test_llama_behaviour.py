@@ -19,9 +19,10 @@ from support.harness import CHUNK, agreement, check, logits_along, pages, row, s
 from support.inside import inside
 from support.integrity import check_table
 
-from kvflash_ggml import KVFlashConfig
+from kvflash_ggml import KVFlashConfig, system
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.errors import ConfigError, ContextFull, DecodeError, KVFlashError, SnapshotError, SnapshotMismatch
+from kvflash_ggml.llama.hints import SlowPrompt
 from kvflash_ggml.threads import Worker
 
 GREEDY = {"temp": 0.0}
@@ -31,6 +32,41 @@ def take(generator: Any, n: int) -> list[int]:
     out = list(islice(generator, n))
     generator.close()
     return out
+
+
+# --- threads
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(1, (1, 1)), (2, (1, 2)), (7, (3, 7))])
+def test_threads_are_those_that_the_process_may_use(
+    cores: int, expected: tuple[int, int], llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(system, "cores", lambda: cores)
+    llm = llama(n_threads=None, n_threads_batch=None)
+    assert (llm.n_threads, llm.n_threads_batch) == expected
+    assert (llm.context_params.n_threads, llm.context_params.n_threads_batch) == expected
+
+
+def test_a_prompt_that_takes_long_is_told_once(llama: Any, tokens: Any, caplog: pytest.LogCaptureFixture) -> None:
+    llm = llama(n_ctx=2048, n_batch=64, n_ubatch=64, kvflash=512)
+    now = iter(range(0, 10_000, 2))
+    inside(llm).slow = SlowPrompt(lambda: next(now))
+    for _ in range(2):
+        llm.reset()
+        llm.eval(tokens[:640].tolist())
+    (record,) = caplog.records
+    assert record.getMessage().startswith("kvflash: reading a prompt: 192 of 640 tokens in 6 s")
+
+
+def test_who_is_told_the_progress_gets_no_line(llama: Any, tokens: Any, caplog: pytest.LogCaptureFixture) -> None:
+    llm = llama(n_ctx=2048, n_batch=64, n_ubatch=64, kvflash=512)
+    told: list[int] = []
+    llm.kvflash_progress = lambda done, _total: told.append(done)
+    now = iter(range(0, 10_000, 60))
+    inside(llm).slow = SlowPrompt(lambda: next(now))
+    llm.eval(tokens[:640].tolist())
+    assert told[-1] == 640
+    assert not caplog.records
 
 
 # --- sizes of the context

@@ -24,6 +24,7 @@ class Inside:
     """The parts of one model. llm: a Llama; for `own_session` another object that keeps a text on a pool."""
 
     session = Part("_reader.sequence")
+    slow = Part("_reader._slow")
     speculator = Part("_reader.speculator")
     drafting = Part("_drafting")
     finder = Part("_finder")

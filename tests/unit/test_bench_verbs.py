@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from kvflash_bench import busy
 from kvflash_bench.options import Fractions, Number, Numbers
+from kvflash_bench.plans import Busy
 from kvflash_bench.verb import Plan, option, verb
 from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.native import library
@@ -107,3 +110,34 @@ def test_the_plans_docstring_is_the_help() -> None:
     assert "How heavy is it?" in text
     assert "[default: 1K,2]" in text
     assert "--full / --no-full" in text
+
+
+# --- busy cores
+
+
+def test_the_part_of_the_speed_that_is_left() -> None:
+    row = busy._row("ours", [busy.Pace(8, 2.0), busy.Pace(10, 3.0), busy.Pace(90, 4.0)], [busy.Pace(5, None)])
+    assert (row["idle_tps"], row["busy_tps"], row["kept"]) == (10, 5, 0.5)
+    assert (row["idle_cpu_ms"], row["busy_cpu_ms"], row["slowest_busy_tps"]) == (3.0, None, 5)
+
+
+def test_a_way_to_wait_is_alone_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    with busy.waiting({"GOMP_SPINCOUNT": "5"}):
+        assert {name: os.environ.get(name) for name in library.WAITING} == {
+            "OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": "5", "KMP_BLOCKTIME": None,
+        }  # fmt: skip
+    assert (os.environ["OMP_WAIT_POLICY"], os.environ.get("GOMP_SPINCOUNT")) == ("active", None)
+
+
+def test_loops_end_with_their_block() -> None:
+    with busy.looping(1) as (loop,):
+        assert loop.poll() is None
+    assert loop.returncode is not None
+
+
+def test_ways_to_wait_are_known() -> None:
+    Busy(ways=("ours", "1000")).check()
+    with pytest.raises(click.BadParameter, match="'often' is no number, and none of ours, passive"):
+        Busy(ways=("ours", "often")).check()

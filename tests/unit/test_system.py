@@ -133,6 +133,43 @@ def test_a_system_that_tells_little(windows: Msvcrt, tmp_path: Path, monkeypatch
         pass
 
 
+@pytest.mark.parametrize(
+    ("lines", "files", "expected"),
+    [
+        ("0::/", {"cpu.max": "200000 100000"}, 2),
+        ("0::/", {"cpu.max": "150000 100000"}, 2),
+        ("0::/", {"cpu.max": "10000 100000"}, 1),
+        ("0::/", {"cpu.max": "max 100000"}, 8),
+        ("0::/", {"cpu.max": "6400000 100000"}, 8),
+        ("0::/a.slice/b", {"a.slice/cpu.max": "300000 100000", "a.slice/b/cpu.max": "max 100000"}, 3),
+        ("0::/a.slice/b", {"cpu.max": "400000 100000"}, 4),
+        ("3:cpu,cpuacct:/", {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ("3:cpu,cpuacct:/x", {"cpu/x/cpu.cfs_quota_us": "50000", "cpu/x/cpu.cfs_period_us": "100000"}, 1),
+        ("3:cpu,cpuacct:/x", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ("4:cpuset:/\n3:memory:/m", {"cpu.max": "100000 100000"}, 8),
+        ("0::/", {"cpu.max": "damaged"}, 8),
+        ("0::/", {}, 8),
+    ],
+)
+def test_a_quota_of_a_control_group_bounds_the_cores(
+    lines: str, files: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in {"of process": lines, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n", encoding="ascii")
+    monkeypatch.setattr(system, "_CGROUP", tmp_path)
+    monkeypatch.setattr(system, "_CGROUPS_OF_PROCESS", tmp_path / "of process")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
+    assert system.cores() == expected
+
+
+def test_the_times_of_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "_SCHEDSTAT", tmp_path / "stat")
+    assert system.core_times() is None
+    (tmp_path / "stat").write_text("12 34 5\n", encoding="ascii")
+    assert system.core_times() == (12, 34)
+
+
 def child_of(process: subprocess.Popen[bytes], returncode: int | None = None) -> several.Process:
     """The process of a model. returncode: as the loop has heard of it."""
     told: Any = SimpleNamespace(returncode=returncode, pid=process.pid)
