@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 from unittest import mock
 
+import h11
 import pytest
 import uvicorn
 from support.fake_model import FakeModel, FakePrompts
@@ -19,7 +20,7 @@ from uvicorn.server import ServerState
 
 from kvflash_ggml.batching.scheduler import Scheduler
 from kvflash_ggml.server.app import make_app
-from kvflash_ggml.server.connection import MAX_HEAD, bounded
+from kvflash_ggml.server.connection import MAX_EVENTS, MAX_HEAD, bounded
 from kvflash_ggml.server.front import Front
 from kvflash_ggml.server.metrics import Metrics
 from kvflash_ggml.server.settings import ServerSettings
@@ -354,3 +355,128 @@ def test_a_head_that_has_the_most_bytes() -> None:
 
     assert len(head) == MAX_HEAD
     run(work)
+
+
+CHUNKED = ASK.replace(b"Content-Length: 1000000", b"Transfer-Encoding: chunked")
+
+
+class Work:
+    """What h11 parses: events of all connections, and the most between two turns of the loop."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events = self.most = 0
+        parse = h11.Connection.next_event
+
+        def counted(conn: h11.Connection) -> Any:
+            event = parse(conn)
+            self.events += event not in (h11.NEED_DATA, h11.PAUSED)
+            return event
+
+        monkeypatch.setattr(h11.Connection, "next_event", counted)
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        async def watch() -> None:
+            while True:
+                before = self.events
+                await asyncio.sleep(0)
+                self.most = max(self.most, self.events - before)
+
+        task = asyncio.create_task(watch())
+        yield
+        task.cancel()
+
+
+BODY = b'{"prompt": "a", "max_tokens": 1}' + b" " * 20_000
+
+
+def chunks(body: bytes) -> bytes:
+    """Each with one byte."""
+    return b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "answers"),
+    [
+        (CHUNKED + chunks(BODY), 1),
+        (CHUNKED.replace(b"HTTP/1.1", b"HTTP/1.0") + chunks(BODY), 1),
+        (
+            CHUNKED.replace(b"Content-Type", b"Connection: upgrade\r\nUpgrade: websocket\r\nContent-Type")
+            + chunks(BODY),
+            1,
+        ),
+        (HEALTH * 500, 500),
+        ((CHUNKED + chunks(BODY[:40])) * 20, 20),
+    ],
+    ids=["chunks", "HTTP/1.0", "upgrade", "pipelined", "chunks, pipelined"],
+)
+def test_a_turn_of_the_loop_parses_little(monkeypatch: pytest.MonkeyPatch, sent: bytes, answers: int) -> None:
+    """And yet all of it is answered."""
+    work = Work(monkeypatch)
+
+    async def ask(connect: Any) -> None:
+        async with connect() as client, work.watched():
+            await client.send(sent)
+            for _ in range(answers):
+                status, body = await client.reply()
+                assert status == 200, body
+
+    run(ask)
+    assert work.events >= min(len(BODY), 2 * answers)
+    assert work.most <= 2 * MAX_EVENTS, "what has come, and what waited behind an answer"
+
+
+@pytest.mark.parametrize("path", [b"nothing", b"completions"])
+def test_chunks_of_a_refused_request_are_not_parsed(monkeypatch: pytest.MonkeyPatch, path: bytes) -> None:
+    work = Work(monkeypatch)
+    head = CHUNKED.replace(b"completions", path).replace(b"application/json", b"text/plain")
+
+    async def ask(connect: Any) -> None:
+        async with connect() as client, work.watched():
+            await client.send(head + chunks(b"a" * 200_000))
+            assert (await client.reply())[0] in (404, 415)
+            assert await client.rest() == b"", "it can send no other request"
+
+    run(ask)
+    assert work.events <= 10 * MAX_EVENTS
+
+
+@pytest.mark.parametrize("size", [MAX_HEAD // 2, 100 << 10])
+def test_trailers(size: int) -> None:
+    """As many bytes as a head may have, in one read too."""
+
+    async def ask(connect: Any) -> None:
+        async with connect() as client:
+            body = BODY[:40]
+            trailers = b"a:b\r\n" * (size // 5)
+            await client.send(CHUNKED + b"%x\r\n%s\r\n0\r\n%s\r\n" % (len(body), body, trailers))
+            if size < MAX_HEAD:
+                assert (await client.reply())[0] == 200
+            else:
+                assert (await client.rest()).startswith(b"HTTP/1.1 400 ")
+
+    run(ask)
+
+
+@pytest.mark.parametrize("path", [b"nothing", b"completions"])
+@pytest.mark.parametrize("wrong", [b"zz\r\n", b"-1\r\na\r\n", b"0x1\r\na\r\n", b"1\r\nabc\r\n", b"0\r\nbad\r\n\r\n"])
+def test_a_body_that_is_no_http(caplog: pytest.LogCaptureFixture, path: bytes, wrong: bytes) -> None:
+    """It is refused, and the log has no traceback."""
+
+    async def ask(connect: Any) -> None:
+        async with connect() as client:
+            await client.send(CHUNKED.replace(b"completions", path) + wrong)
+            assert (await client.rest()).startswith(b"HTTP/1.1 400 ")
+
+    run(ask)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_request_for_websockets_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def ask(connect: Any) -> None:
+        async with connect() as client:
+            await client.send(HEALTH[:-2] + b"Connection: upgrade\r\nUpgrade: websocket\r\n\r\n")
+            assert (await client.reply())[0] == 200
+
+    run(ask)
+    assert not caplog.records
