@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite, brief
+from ..sampling import stop_texts
 from . import llama
 from .messages import CONTEXT, INVALID, NUMERICAL, Event, Failed, Finished, Piece, Request, Sampling, Started, Usage
 from .scheduler import Limits, Scheduler
@@ -76,14 +77,15 @@ class Engine:
         sampling: Sampling | None = None,
         *,
         max_tokens: int = 256,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
     ) -> AsyncIterator[Piece | Finished]:
         """Answer a prompt, text or tokens: yield its pieces as they come, and what it took at the end.
 
-        The answer ends behind `max_tokens` tokens, before one of the texts `stop`, or where the model ends it. It is
-        cancelled if the caller leaves the iterator. sampling: llama.cpp's defaults unless given.
+        The answer ends behind `max_tokens` tokens, before the text or one of the texts `stop`, or where the model ends
+        it. It is cancelled if the caller leaves the iterator. sampling: llama.cpp's defaults unless given.
 
-        ContextFull for a prompt without room in the context, KVFlashError for what else goes wrong with it.
+        ContextFull for a prompt without room in the context, KVFlashError for what else goes wrong with it, and in a
+        process that `fork` has made.
         """
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
         id = self._name()
@@ -111,7 +113,7 @@ class Engine:
         sampling: Sampling | None = None,
         *,
         max_tokens: int = 256,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         progress: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
         """Answer all prompts, and return the answers in the order of the prompts. Arguments: those of `generate`.
@@ -119,7 +121,7 @@ class Engine:
         Prompts are taken as slots become free, so they may be a generator. progress: called on this thread with the
         number of a prompt, from 0 on, and its answer, in the order in which the answers end. An answer that fails says
         why, and the others go on. After Ctrl-C, and after an error of `progress`, all answers that run are cancelled.
-        ConfigError for a single text.
+        ConfigError for a single text, KVFlashError after `close`, and in a process that `fork` has made.
         """
         if isinstance(prompts, (str, bytes)):  # each letter would be a prompt
             raise ConfigError(f"prompts={brief(repr(prompts))}: it is one prompt: put it in a list")
@@ -133,7 +135,7 @@ class Engine:
                     collected = _Collected(number, ended)
                     try:
                         self._scheduler.submit(self._request(id, prompt, sampling, max_tokens, stop), collected)
-                    except KVFlashError as err:
+                    except ConfigError as err:
                         collected(Failed(code=INVALID, message=str(err)))
                 if not running:
                     return [done[number] for number in range(len(done))]
@@ -150,7 +152,12 @@ class Engine:
         return f"e{next(self._numbers)}"
 
     def _request(
-        self, id: str, prompt: str | Sequence[int], sampling: Sampling | None, max_tokens: int, stop: Sequence[str]
+        self,
+        id: str,
+        prompt: str | Sequence[int],
+        sampling: Sampling | None,
+        max_tokens: int,
+        stop: str | Sequence[str],
     ) -> Request:
         """ConfigError for a prompt that is none or has no tokens or unknown ones, and for another wrong value."""
         if not isinstance(max_tokens, int) or max_tokens < 1:
@@ -170,7 +177,7 @@ class Engine:
             tokens=tokens,
             max_tokens=max_tokens,
             sampling=Sampling() if sampling is None else sampling,
-            stop=tuple(stop),
+            stop=tuple(stop_texts(stop)),
         )
 
 

@@ -61,6 +61,9 @@ LET_SHARE = 0.5
 SWEEP_S = 0.25
 """How often the queue is looked through for requests whose time is up, while another runs."""
 
+LOOK_S = 1.0
+"""How often an idle engine looks at what waits for a time. It sleeps where nothing does."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -193,7 +196,7 @@ class Scheduler:
     def submit(
         self, request: Request, sink: Callable[[Event], None], *, full: Callable[[], bool] = lambda: False
     ) -> None:
-        """Ask for an answer. QueueFull, and nothing happens, if too many wait; KVFlashError after `close`.
+        """Ask for an answer. QueueFull, and nothing happens, if too many wait; KVFlashError after `close` or `fork`.
 
         full: while it is true the answer is swapped out, and others have the slot; call `wake` once it is false.
         """
@@ -201,6 +204,11 @@ class Scheduler:
 
     def submit_together(self, requests: Sequence[tuple[Request, Callable[[Event], None], Callable[[], bool]]]) -> None:
         """All of one client's requests, each with its `sink` and `full`, or none of them. Errors: those of `submit`."""
+        if self._thread.ident is not None and not self._thread.is_alive() and not self._stopping:
+            raise KVFlashError(
+                f"the thread {self._thread.name!r} does not run in this process: fork() copies no threads, so make the "
+                f"model in the child"
+            )
         now = self._clock()
         jobs = {one.id: Job(request=one, sink=sink, full=full, submitted=now) for one, sink, full in requests}
         with self._door:
@@ -286,7 +294,10 @@ class Scheduler:
                 self._round(self._running)
             elif not (self._calls or self._stopping):
                 job = self.behind.take()
-                self._wake.wait(1.0) if job is None else self._begin(job)
+                if job is not None:
+                    self._begin(job)
+                else:  # a slow reader's time, and a store that is left alone for a while, end without a word
+                    self._wake.wait(LOOK_S if self._aside or self.shared is not None else None)
         self._end()
 
     def _run_calls(self, *, changes: bool) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 
 from ..errors import ConfigError
+from ..sampling import stop_texts
 from .preview import refuse
 
 if TYPE_CHECKING:
@@ -55,11 +56,10 @@ class Chatting:
             return None
         template = _template(source, self._text_of(llm.token_bos()), self._text_of(llm.token_eos()))
         rendered = template.render(_requested(given))
-        stop = [given["stop"]] if isinstance(given["stop"], str) else given["stop"] or ()
         made: dict[str, Any] = {
             **{name: value for name, value in given.items() if name not in _OURS},
             "prompt": self._prompt_of(rendered),
-            "stop": [*stop, *rendered.stops],
+            "stop": [*stop_texts(given["stop"]), *rendered.stops],
             "grammar": rendered.grammar,
         }
         return self._chunks(rendered, made) if given["stream"] else self._whole(rendered, made)

@@ -32,6 +32,7 @@ from ..native import remote as servers
 from ..placement import devices, memory, sizing
 from ..placement.sizing import PoolSize, with_steps
 from ..policy.base import Scorer
+from ..sampling import stop_texts
 from ..state.session import SessionState
 from . import embedding, parameters, vision
 from .bias import with_bias
@@ -545,6 +546,8 @@ class Llama(llama_cpp.Llama):
 
         ConfigError for messages that the template refuses, and a `tool_choice` that names no tool.
         """
+        if "stop" in settings:
+            settings["stop"] = stop_texts(settings["stop"])
         if self._reader.sequence is not None and isinstance(self.chat_handler, vision.HANDLERS):
             return vision.answer(self, *args, **settings)
         made = Chatting(self).answer(args, settings) if self.chat_format == self._own_format else None
@@ -560,13 +563,15 @@ class Llama(llama_cpp.Llama):
         *,
         logits_processor: llama_cpp.LogitsProcessorList | None = None,
         logit_bias: dict[int, float] | None = None,
+        stop: str | list[str] | None = None,
         **kwargs: Any,
     ) -> Iterator[Any]:
         if logit_bias:
             logits_processor = with_bias(logits_processor, logit_bias, self.n_vocab())
         if self._previews is not None:
             kwargs["stopping_criteria"] = self._previews.criteria(kwargs.get("stopping_criteria"))
-        completion: Any = super()._create_completion(prompt, logits_processor=logits_processor, **kwargs)
+        stops = stop_texts(stop)
+        completion: Any = super()._create_completion(prompt, logits_processor=logits_processor, stop=stops, **kwargs)
         completion = limited(self, completion, kwargs.get("max_tokens"))
         return self._call_lock.pieces(completion) if kwargs.get("stream") else self._call_lock.whole(completion)
 

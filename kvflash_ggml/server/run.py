@@ -13,10 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Generator
+from email.utils import formatdate
 from typing import TYPE_CHECKING, BinaryIO
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.server import ServerState
 
 from .. import system
 from ..batching.model import Model
@@ -50,8 +52,33 @@ MAX_OTHERS = 512
 """Connections beside those that wait for an answer. Further ones get 503."""
 
 
+class _State(ServerState):
+    """Has the time of an answer when it is asked for."""
+
+    @property
+    def default_headers(self) -> list[tuple[bytes, bytes]]:
+        return [(b"date", formatdate(usegmt=True).encode())]
+
+    @default_headers.setter
+    def default_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
+        pass
+
+
 class _Server(uvicorn.Server):
-    """Signals are ours."""
+    """Signals are ours. It sleeps until something comes: uvicorn's own looks ten times a second for its end."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.server_state = _State()
+        self._ended = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self._ended.wait()
+
+    def end(self) -> None:
+        """Close all connections now."""
+        self.force_exit = self.should_exit = True
+        self._ended.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -197,7 +224,7 @@ async def run(
     async def end() -> None:
         await drain()
         await asyncio.sleep(0.1)  # the last frames are on their way
-        server.force_exit = server.should_exit = True
+        server.end()
 
     def stop() -> None:
         if not stopping:

@@ -1073,3 +1073,16 @@ def test_a_closed_model_says_that_it_is(llama: Any, tokens: Any) -> None:
     llm.close()
     with pytest.raises(KVFlashError, match="this model is closed"):
         next(llm.generate(tokens[:10].tolist(), **GREEDY))
+
+
+@pytest.mark.parametrize("stop", [5, [5], [b"a"], {"a": 1}])
+@pytest.mark.parametrize("pool", [None, 512])
+def test_a_stop_that_is_no_text_is_told(pool: int | None, stop: Any, llama: Any) -> None:
+    llm = llama(kvflash=pool)
+    asks = (
+        lambda: llm.create_completion("abc", stop=stop),
+        lambda: llm.create_chat_completion([{"role": "user", "content": "abc"}], stop=stop),
+    )
+    for ask in asks:
+        with pytest.raises(ConfigError, match="a text, or a list of texts"):
+            ask()

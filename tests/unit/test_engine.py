@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +64,9 @@ def test_answers_in_the_order_of_the_prompts(make: Make) -> None:
         ({"max_tokens": "4"}, "max_tokens='4': a whole number"),
         ({"max_tokens": 0}, "max_tokens=0: a whole number"),
         ({"sampling": {"temperature": 0}}, "sampling={'temperature': 0}: a Sampling"),
+        ({"stop": [5]}, "stop=[5]: a text, or a list of texts"),
+        ({"stop": 5}, "stop=5: a text, or a list of texts"),
+        ({"stop": b"o"}, "stop=b'o': a text, or a list of texts"),
     ],
 )
 def test_a_wrong_value_is_told_and_the_engine_goes_on(make: Make, settings: dict[str, Any], why: str) -> None:
@@ -87,9 +93,38 @@ def test_what_is_no_prompt_ends_nothing(make: Make) -> None:
 def test_a_limit_and_a_stop(make: Make) -> None:
     engine = make(FakeModel(reply=echo))
     (short,) = engine.generate_many(["prompt"], max_tokens=2)
-    (stopped,) = engine.generate_many(["prompt"], stop=["pro"])
     assert (short.text, short.reason) == ("to", "length")
-    assert (stopped.text, stopped.reason) == ("to ", "stop")
+    stops: list[tuple[Any, str]] = [(["pro"], "to "), (("x", "mp"), "to pro"), ("pro", "to "), ("zot", "to prompt")]
+    for stop, text in stops:
+        (stopped,) = engine.generate_many(["prompt"], stop=stop)
+        assert (stopped.text, stopped.reason) == (text, "stop")
+
+
+def test_an_engine_after_fork_says_so(make: Make) -> None:
+    """Its thread is in the parent: the child waited for ever."""
+    engine = make(FakeModel(reply=echo))
+
+    async def ask() -> None:
+        async for _ in engine.generate("one"):
+            pass
+
+    def many() -> None:
+        engine.generate_many(["one"])
+
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        told = 0
+        for asks in (many, lambda: asyncio.run(ask())):
+            with suppress(BaseException):
+                try:
+                    asks()
+                except KVFlashError as err:
+                    told += "fork() copies no threads" in str(err)
+        os._exit(told)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    (after,) = engine.generate_many(["one"])
+    assert after.text == "to one", "the parent goes on"
 
 
 def test_prompts_are_taken_as_slots_become_free(make: Make) -> None:
@@ -183,3 +218,5 @@ def test_errors_are_raised(make: Make) -> None:
     engine.close()
     with pytest.raises(KVFlashError, match="shutting down"):
         asyncio.run(ask("x"))
+    with pytest.raises(KVFlashError, match="shutting down"):
+        engine.generate_many(["x"])
