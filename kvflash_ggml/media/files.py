@@ -12,6 +12,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from ..errors import ConfigError, KVFlashError
 from .decoder import NO_LIBRARY
 
@@ -100,6 +102,12 @@ def _sound(data: bytes, libmtmd: Path | str, seconds: int, rate: int) -> Sound:
         raise ConfigError(
             f"a sound of {len(data)} bytes cannot be decoded: it is damaged, empty, or far longer than {seconds} "
             "seconds: send a shorter WAV, MP3 or FLAC"
+        )
+    strange = np.flatnonzero(~np.isfinite(np.frombuffer(made, np.float32)))
+    if len(strange):
+        raise ConfigError(
+            f"{len(strange)} of {count} samples of a sound are not finite, the first at {strange[0]}: write the file "
+            "again, with samples between -1 and 1"
         )
     return Sound(count, made)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..arrays import Floats, Int32s
-from ..errors import KVFlashError
+from ..errors import KVFlashError, NotFinite
 
 LIMIT = 512 << 20
 """Bytes of embeddings that are kept for texts that are read again. Those of the newest request stay beyond it."""
@@ -134,6 +134,11 @@ class MediaRows:
             rows = next((made for encode in span.encoders if (made := encode()) is not None), None)
             if rows is None:
                 return None
+            if not np.isfinite(rows).all():
+                raise NotFinite(
+                    f"the encoder made {len(rows)} rows of an image or a sound, and not all of its values are finite: "
+                    f"send it smaller, or in another format"
+                )
             span.part = Part(rows, span.medium.axes)
             span.encoders.clear()
             self._size += rows.nbytes
@@ -159,7 +164,8 @@ class MediaRows:
         """Consecutive rows of one medium, which is encoded if need be.
 
         before: the text's last number before them, if there is one: two media may share a number, but not two in
-        succession. KVFlashError for a medium that is not kept, DecodeError if its encoder fails.
+        succession. KVFlashError for a medium that is not kept, DecodeError if its encoder fails, NotFinite if it makes
+        values that are not finite.
         """
         for key, row in self._places.get(int(numbers[0]), ()):
             span = self._spans[key]

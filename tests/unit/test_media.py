@@ -8,7 +8,7 @@ from support.fake_engine import FakeEngine, make_session
 from support.saving import Digest
 
 from kvflash_ggml.config import KVFlashConfig
-from kvflash_ggml.errors import KVFlashError, PoolExhausted, SnapshotError
+from kvflash_ggml.errors import KVFlashError, NotFinite, PoolExhausted, SnapshotError
 from kvflash_ggml.media.rows import MOST, MediaRows, Medium, advances_of, numbers_of
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.restore import load, state
@@ -102,6 +102,17 @@ def test_a_medium_is_encoded_when_it_is_read() -> None:
     media.expect(gone, lambda: None)
     with pytest.raises(KVFlashError, match="send the chat with it again"):
         media.rows(NONE, gone.numbers)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_embeddings_that_are_not_finite_are_not_kept(value: float) -> None:
+    media, made = MediaRows(), rows(3)
+    made[2, 1] = value
+    medium = Medium(b"a", numbers_of(b"a", 3))
+    media.expect(medium, lambda: made)
+    with pytest.raises(NotFinite, match="the encoder made 3 rows"):
+        media.rows(NONE, medium.numbers[:1])
+    assert media.kept(b"a") is None
 
 
 def test_any_text_that_has_a_medium_can_encode_it() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
+import struct
 import subprocess
 import sys
 import time
@@ -77,6 +79,17 @@ def test_what_is_no_image_is_refused(program: str, why: str, monkeypatch: pytest
 )
 def test_what_is_no_sound_is_refused(program: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=why):
+        decode(monkeypatch, tmp_path, program, data=WAV)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("at", "count"), [(0, 20), (19, 1), (7, 2)])
+def test_samples_that_are_not_finite_are_refused(
+    value: float, at: int, count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = struct.pack("<20f", *[value if at <= i < at + count else 0.5 for i in range(20)])
+    program = f"sys.stdout.buffer.write({(20).to_bytes(4, 'little') + (1).to_bytes(4, 'little') + made!r})"
+    with pytest.raises(ConfigError, match=f"{count} of 20 samples of a sound are not finite, the first at {at}: write"):
         decode(monkeypatch, tmp_path, program, data=WAV)
 
 
