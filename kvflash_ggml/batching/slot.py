@@ -10,7 +10,7 @@ import numpy as np
 
 from ..arrays import Int32s, common_prefix
 from ..constants import CHUNK
-from ..errors import HostMemoryError, KVFlashError
+from ..errors import HostMemoryError, KVFlashError, NotFinite
 from ..sequence.prefill import QUESTION_TOKENS
 from ..store.swapped import Conversation, SwappedText, SwapStore
 from ..store.takeover import SharedSwapStore
@@ -255,7 +255,9 @@ class Slot:
         return self.conversation
 
     def _swap_out(self) -> None:
-        """Put the text at hand on the shelf. Where there is no room at all it is let go of, and read again later."""
+        """Put the text at hand on the shelf. Where there is no room at all, or its values are not finite, it is let go
+        of, and read again later.
+        """
         mine, self.conversation = self.conversation, None  # first: other threads go by it whose the text is
         if mine is None or self._private or not len(self.model.tokens):
             return
@@ -263,8 +265,8 @@ class Slot:
             try:
                 swapped = self.model.swap_out()
                 break
-            except HostMemoryError as err:
-                if not self._store.evict(held=True):
+            except (HostMemoryError, NotFinite) as err:
+                if isinstance(err, NotFinite) or not self._store.evict(held=True):
                     self.counts.lost += 1
                     logger.warning("a conversation of %d tokens is let go of: %s", len(self.model.tokens), err)
                     return

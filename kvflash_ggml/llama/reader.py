@@ -261,9 +261,10 @@ class Reader:
     def put_logits(self, pos: int, row: npt.NDArray[np.single]) -> None:
         """Make `row` [n_vocab] the logits at `pos`; no other logits are available then."""
         sequence = self.pooled
-        sequence.engine.set_logits(row)
         for text in sequence.pool.texts.values():
+            text.give_up()
             text.logits = NO_LOGITS
+        sequence.engine.set_logits(row)
         sequence.logits = Logits(pos, 1)
 
     def sample(self, pos: int, *args: Any, **kwargs: Any) -> int:

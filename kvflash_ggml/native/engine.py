@@ -259,9 +259,12 @@ class Engine:
         """Empty the slots from `slot` on."""
         check(lib.kvf_cells_clear(self._engine, slot, count))
 
-    def zero_cells(self, slot: int, count: int) -> None:
-        """Empty the slots from `slot` on, and zero their K and V. Waits for the compute and all transfers."""
-        check(lib.kvf_cells_zero(self._engine, slot, count))
+    def zero_unused(self) -> None:
+        """Zero what no sequence has: empty slots, windows, states, layer buffers. Waits for all compute and transfers.
+
+        A kernel may multiply a hidden row with 0: what a dropped text has left there must be finite.
+        """
+        lib.kvf_zero_unused(self._engine)
 
     # --- rows and positions
 

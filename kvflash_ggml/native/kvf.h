@@ -11,7 +11,7 @@ extern "C" {
 #include <stdint.h>
 
 // [cdef]
-#define KVF_ABI   12
+#define KVF_ABI   13
 #define KVF_BLOCK 64
 
 enum kvf_status {
@@ -269,10 +269,12 @@ enum kvf_status kvf_check_lost(const kvf_engine * engine);
 enum kvf_status kvf_cells_clear(kvf_engine * engine, int32_t slot, int32_t n);
 enum kvf_status kvf_cells_set  (kvf_engine * engine, int32_t seq, int32_t slot, int32_t n, const int32_t * pos,
                                const int32_t * token);
-// Empty slots, and zero their K and V, with those that the window of several sequences has of the same tokens: hidden rows that
-// are no numbers would spoil sums of kernels that do not skip them. Waits for the compute and all transfers.
-enum kvf_status kvf_cells_zero (kvf_engine * engine, int32_t slot, int32_t n);
 enum kvf_status kvf_cells_get  (const kvf_engine * engine, int32_t slot, int32_t n, int32_t * pos);
+
+// Zero what no sequence has: empty slots of the pool and of sliding windows, recurrent state of empty cells with its rollback
+// copies, and stages. A kernel may multiply a hidden row with 0, and 0 times NaN is NaN: so nothing that is not finite may stay
+// where a step can read it. Waits for the compute and all transfers.
+void            kvf_zero_unused (kvf_engine * engine);
 
 // Move K and V of n slots to n others, bit for bit, and what llama.cpp believes about them: the accepted path of a tree goes to
 // its place. All rows are read before one is written, so a slot may be left by one and taken by another. In the order of

@@ -105,36 +105,6 @@ kvf_status kvf_cells_set(kvf_engine * engine, int32_t seq, int32_t slot, int32_t
     return KVF_STATUS_SUCCESS;
 }
 
-kvf_status kvf_cells_zero(kvf_engine * engine, int32_t slot, int32_t n) {
-    if (engine->info.v_trans) {
-        return kvf_fail(KVF_STATUS_UNSUPPORTED, "V is stored transposed, so it has no rows to zero: use flash attention");
-    }
-    if (const auto status = check_slots(*engine, slot, n)) {
-        return status;
-    }
-    const auto & cells = kvf_access::cells(engine->kv);
-    std::vector<std::vector<int32_t>> held(engine->info.n_seq);
-    for (int32_t i = slot; i < slot + n; ++i) {
-        if (!cells.is_empty(i)) {
-            held[cells.seq_get(i)].push_back(cells.pos_get(i));
-        }
-    }
-    kvf_cells_clear(engine, slot, n);
-    kvf_synchronize(engine);
-    for (int32_t seq = 0; seq < engine->info.n_seq; ++seq) {
-        kvf_zero_window(*engine, seq, held[seq]);
-    }
-    std::vector<uint8_t> zeros;
-    for (const auto & lane : engine->lanes) {
-        for (const auto & span : lane.spans) {
-            const size_t row = span.size/KVF_BLOCK;
-            zeros.resize(std::max(zeros.size(), n*row));
-            ggml_backend_tensor_set(span.tensor, zeros.data(), slot*row, n*row);
-        }
-    }
-    return KVF_STATUS_SUCCESS;
-}
-
 kvf_status kvf_cells_get(const kvf_engine * engine, int32_t slot, int32_t n, int32_t * pos) {
     if (const auto status = check_slots(*engine, slot, n)) {
         return status;
@@ -160,6 +130,15 @@ kvf_status kvf_clear(kvf_engine * engine, int32_t seq) {
     engine->held[seq]  = {};
     engine->reach[seq] = 0;
     return KVF_STATUS_SUCCESS;
+}
+
+void kvf_zero_unused(kvf_engine * engine) {
+    kvf_synchronize(engine);
+    kvf_zero_cells(engine->kv);
+    kvf_zero_beside(*engine);
+    if (engine->pool.stages) {
+        kvf_stages_zero(*engine->pool.stages);
+    }
 }
 
 kvf_status kvf_swa_first(const kvf_engine * engine, int32_t seq, int32_t * pos) {

@@ -3,6 +3,7 @@
 #include "kvf_error.h"
 #include "kvf_remote.h"
 
+#include "llama-impl.h"
 #include "llama.h"
 
 #include <cstdlib>
@@ -52,6 +53,15 @@ const char * kvf_backend_name(ggml_backend_dev_t dev) {
 ggml_backend_dev_t kvf_device_of(const ggml_tensor * tensor) {
     auto * dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(tensor->buffer));
     return dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+}
+
+void kvf_zero(ggml_tensor * tensor, size_t offset, size_t size) {
+    const std::string backend = kvf_backend_name(kvf_device_of(tensor));
+    if (backend == "CPU" || backend == "CUDA" || backend == "ROCm" || backend == "MUSA") {
+        ggml_backend_tensor_memset(tensor, 0, offset, size);
+    } else {
+        llama_clear_tensor_data(tensor, offset, size);  // not all backends can set memory, nor servers of them
+    }
 }
 
 kvf_device kvf_describe_device(ggml_backend_dev_t dev) {

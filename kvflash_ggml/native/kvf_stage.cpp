@@ -41,8 +41,6 @@ void make_memory(kvf_stages & stages, kvf_stages::ring & ring, const ggml_tensor
     if (!ring.buffer) {
         throw std::bad_alloc();
     }
-    // rows that attention masks are computed with all the same: they must be numbers
-    ggml_backend_buffer_clear(ring.buffer.get(), 0);
     stages.device_bytes += ggml_backend_buffer_get_size(ring.buffer.get());
 
     const auto alias = [&](ggml_tensor * stage) {
@@ -139,6 +137,13 @@ kvf_stages::kvf_stages(const kvf_engine & engine, int64_t n_slots, int64_t n_tok
         for (size_t i = 0; ring.lane->copy && i < ring.n_stages; ++i) {
             ring.ready[i].reset(ggml_backend_event_new(ring.lane->dev));
         }
+    }
+    kvf_stages_zero(*this);
+}
+
+void kvf_stages_zero(const kvf_stages & stages) {
+    for (const auto & ring : stages.rings) {
+        ggml_backend_buffer_clear(ring.buffer.get(), 0);
     }
 }
 

@@ -73,6 +73,9 @@ kvf_stages::layer * kvf_attended(kvf_stages & stages, const ggml_tensor * node);
 // Make room to compute the largest streamed step.
 kvf_status kvf_stages_reserve(kvf_engine & engine);
 
+// Rows that attention reads under a mask must be finite. All compute and all transfers are done.
+void kvf_stages_zero(const kvf_stages & stages);
+
 // Around llama_decode of a plan that streams.
 kvf_status kvf_stream_check(const kvf_engine & engine, const kvf_plan & plan);
 void       kvf_stream_begin(kvf_engine & engine, const kvf_plan & plan);

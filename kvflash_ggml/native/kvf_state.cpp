@@ -1,6 +1,7 @@
 // What a session needs beside the pool to go on bit for bit: recurrent state, sliding windows, the last logits.
 #include "kvf_state.h"
 
+#include "kvf_device.h"
 #include "kvf_engine.h"
 #include "kvf_error.h"
 
@@ -125,6 +126,17 @@ void for_each_run(const std::vector<uint32_t> & place, F && f) {
     for (size_t i = 0, n; i < place.size(); i += n) {
         for (n = 1; i + n < place.size() && place[i + n] == place[i] + n; ++n) {}
         f(place[i], n);
+    }
+}
+
+// A cell of recurrent state, and so many of its rollback copies.
+void zero_cell(const llama_memory_recurrent & memory, uint32_t cell, uint32_t planes) {
+    for (const auto * tensors : { &memory.r_l, &memory.s_l, &memory.p_l }) {
+        for (auto * t : *tensors) {
+            for (uint32_t plane = 0; t && plane <= planes; ++plane) {
+                kvf_zero(t, (plane*memory.size + cell)*t->nb[1], t->nb[1]);
+            }
+        }
     }
 }
 
@@ -345,35 +357,45 @@ llama_memory_recurrent * kvf_find_recurrent(llama_memory_i * memory) {
 void kvf_zero_state(kvf_engine & engine, int32_t seq) {
     auto * recurrent = kvf_find_recurrent(&engine.memory);
     for (uint32_t i = 0; recurrent && engine.info.n_seq > 1 && i < recurrent->size; ++i) {
-        if (!recurrent->cells[i].has_seq_id(seq)) {
-            continue;
-        }
-        for (const auto * tensors : { &recurrent->r_l, &recurrent->s_l, &recurrent->p_l }) {
-            for (auto * t : *tensors) {
-                if (t) {
-                    llama_clear_tensor_data(t, i*t->nb[1], t->nb[1]);
-                }
-            }
+        if (recurrent->cells[i].has_seq_id(seq)) {
+            zero_cell(*recurrent, i, 0);
         }
     }
 }
 
-void kvf_zero_window(kvf_engine & engine, int32_t seq, const std::vector<int32_t> & positions) {
-    auto * iswa = kvf_find_iswa(&engine.memory);
-    if (!iswa || engine.info.n_seq == 1) {
-        return;
-    }
-    auto &       kv    = *iswa->get_swa();
+void kvf_zero_cells(llama_kv_cache & kv) {
     const auto & cells = kvf_access::cells(kv);
     std::vector<uint32_t> place;
     for (uint32_t i = 0; i < cells.size(); ++i) {
-        if (cells.is_empty(i) || (cells.seq_has(i, seq) && std::find(positions.begin(), positions.end(), cells.pos_get(i)) != positions.end())) {
+        if (cells.is_empty(i)) {
             place.push_back(i);
         }
     }
-    for_each_tensor(kv, 0, [&](ggml_tensor * t, size_t) {
-        for_each_run(place, [&](uint32_t first, size_t n) { llama_clear_tensor_data(t, first*t->nb[1], n*t->nb[1]); });
-    });
+    const bool v_trans = kvf_access::v_trans(kv);
+    for (const auto & layer : kvf_access::layers(kv)) {
+        for_each_run(place, [&](uint32_t first, size_t n) {
+            kvf_zero(layer.k, first*layer.k->nb[1], n*layer.k->nb[1]);
+            if (layer.v && !v_trans) {
+                kvf_zero(layer.v, first*layer.v->nb[1], n*layer.v->nb[1]);
+            }
+            const size_t value = layer.v ? ggml_type_size(layer.v->type) : 0;
+            for (int64_t i = 0; v_trans && layer.v && i < layer.v->ne[0]; ++i) {  // the cells are columns
+                kvf_zero(layer.v, (i*cells.size() + first)*value, n*value);
+            }
+        });
+    }
+}
+
+void kvf_zero_beside(kvf_engine & engine) {
+    if (auto * iswa = kvf_find_iswa(&engine.memory)) {
+        kvf_zero_cells(*iswa->get_swa());
+    }
+    auto * recurrent = kvf_find_recurrent(&engine.memory);
+    for (uint32_t i = 0; recurrent && i < recurrent->size; ++i) {
+        if (recurrent->cells[i].is_empty()) {
+            zero_cell(*recurrent, i, recurrent->n_rs_seq);
+        }
+    }
 }
 
 void kvf_clear_state(kvf_engine & engine, int32_t seq) {

@@ -8,16 +8,19 @@
 struct llama_memory_i;
 class llama_io_read_i;
 class llama_io_write_i;
+class llama_kv_cache;
 class llama_kv_cache_iswa;
 class llama_memory_recurrent;
 
 llama_kv_cache_iswa *    kvf_find_iswa(llama_memory_i * memory);       // null if there is none
 llama_memory_recurrent * kvf_find_recurrent(llama_memory_i * memory);  // null if there is none
 
-// Zero the recurrent state of a sequence, and all rows of a window that are empty or hold these positions of it: numbers that are
-// none would spoil what others compute. All compute is done.
-void kvf_zero_state (kvf_engine & engine, int32_t seq);
-void kvf_zero_window(kvf_engine & engine, int32_t seq, const std::vector<int32_t> & positions);
+// Zero the recurrent state of a sequence, which another text is not to begin with. All compute is done.
+void kvf_zero_state(kvf_engine & engine, int32_t seq);
+
+// Zero K and V of the empty cells of a cache, and all that is not pooled and that no sequence has. All compute is done.
+void kvf_zero_cells (llama_kv_cache & kv);
+void kvf_zero_beside(kvf_engine & engine);
 
 // Empty what is not pooled of a sequence.
 void kvf_clear_state(kvf_engine & engine, int32_t seq);

@@ -34,6 +34,9 @@ class Text(Protocol):
     logits: Logits
     table: PageTable
     draft_rows: DraftRows | None
+    unchecked: bool
+
+    def give_up(self) -> None: ...
 
     def settle(self) -> None: ...
 
@@ -170,6 +173,8 @@ class Pool:
         them at its next reselection. No step may be prepared. If a text fails to evict chunks, all shares stay as they
         are.
         """
+        for text in self.texts.values():
+            text.give_up()  # its blocks can be another's next
         total = sum(map(len, self._homes))
         before = [share.order for share in self.shares]
         found = sizes([self._claim(seq, wanted) for seq in range(len(before))], total)
@@ -197,18 +202,10 @@ class Pool:
         """Compute prepared steps of different texts together, whose moves are made, and note the result in each.
 
         Their rows lie side by side, in this order. Logits of other texts are no longer available. Draft rows of other
-        texts are settled if they could not roll back after the step. Nothing else steps the engine. Raises the errors
-        of `Engine.step`; then nothing of any step was computed.
+        texts are settled if they could not roll back after the step, and a text that is not finite is given up. Nothing
+        else steps the engine. Raises the errors of `Engine.step`; then nothing of any step was computed.
         """
-        others: list[Text] = []
-        if len(steps) < len(self.texts):
-            taken = [step.seq for step in steps]
-            # every token of a user alone comes here, and `items` of this dictionary makes a dozen calls
-            others = [text for ref in self.texts.valuerefs() if (text := ref()) is not None and text.seq not in taken]
-        if self.engine.info.recurrent or self.engine.info.n_swa:
-            for text in others:
-                if text.draft_rows is not None and text.draft_rows.state is None:
-                    text.settle()  # the step may overwrite the state that it rolls back to
+        others = self._others(steps) if len(steps) < len(self.texts) else []
         if steps[0].generated:
             self.decoding = len(steps)
         engine, end, wait, codes = self.engine, 0, 0, steps[0].codes
@@ -263,6 +260,20 @@ class Pool:
             engine.step(self.padding.fill(end, {step.seq for step in steps}), wait, codes)
         finally:
             self.padding.clear(end)
+
+    def _others(self, steps: Sequence[Step]) -> list[Text]:
+        """Return the texts without a step, once a step of these texts can do no harm to them, nor they to it."""
+        taken = [step.seq for step in steps]
+        # every token of a user alone comes here, and `items` of this dictionary makes a dozen calls
+        others = [text for ref in self.texts.valuerefs() if (text := ref()) is not None and text.seq not in taken]
+        for text in others:
+            if text.unchecked:
+                text.give_up()
+        if self.engine.info.recurrent or self.engine.info.n_swa:
+            for text in others:
+                if text.draft_rows is not None and text.draft_rows.state is None:
+                    text.settle()  # the step may overwrite the state that it rolls back to
+        return others
 
     def is_span(self, tokens: Int32s) -> bool:
         """Return whether the rows of a step, of tokens or of media, see each other in the pool."""

@@ -134,7 +134,7 @@ class Prefill:
             count = self._next(end, spare=rescore)
             last = self.done + count == self.total
             wanted = text.relevance.ask(text.length + count) if last else NO_MASSES
-            self._step(count, end, rescore=rescore, wanted=wanted, stream=True)
+            self._step(count, rescore=rescore, wanted=wanted, stream=True)
         if scoring is not None:
             text.relevance.take(scoring.take())  # the answer begins with the chunks that the prompt's end asks for
             if not text.sees_everything:
@@ -145,13 +145,12 @@ class Prefill:
         last = self.total
         # once more before each step: the text may have lost blocks to others since
         while self.done < (last := min(last, max(self.done, self.total - self._question_size()))):
-            end = self._batch_end(last)
-            self._step(self._next(end, spare=self._reselects), end, rescore=self._reselects)
+            self._step(self._next(self._batch_end(last), spare=self._reselects), rescore=self._reselects)
         before: Before | None = None
         while self.done < self.total:
             count = self._next(self.total, question=True)
             before = Before.of(self.text)
-            self._step(count, self.total, rescore=self._reselects)
+            self._step(count, rescore=self._reselects)
         if before is not None:
             self._reread_question(self.tokens[last:], before)
 
@@ -195,12 +194,10 @@ class Prefill:
         text.relevance.take_overlapped()
         return count
 
-    def _step(
-        self, count: int, end: int, *, rescore: bool, wanted: MassRequest = NO_MASSES, stream: bool = False
-    ) -> None:
-        """Evaluate the next `count` tokens of a batch that ends at `end`."""
+    def _step(self, count: int, *, rescore: bool, wanted: MassRequest = NO_MASSES, stream: bool = False) -> None:
+        """Evaluate the next `count` tokens."""
         text, relevance, start = self.text, self.text.relevance, self.text.length
-        output = Output(every=self.output_all, last=self.done + count == end, wanted=wanted)
+        output = Output(every=self.output_all, last=True, wanted=wanted)  # each step tells whether it is finite
         with nullcontext() if relevance.scoring is None else relevance.scoring.before_seals(wanted):
             text.evaluate(self.tokens[self.done : self.done + count], output, self.after, stream=stream)
             self._count(count)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from ..constants import CHUNK
-from ..errors import ContextFull, SnapshotError
+from ..errors import ContextFull, NotFinite, SnapshotError
 from ..host.image import PageImage
 from ..media.rows import advances_of
 from ..pool.plan import ABSENT
@@ -23,7 +23,7 @@ def state(text: Sequence, length: int | None = None, *, drafts: bool = True) -> 
 
     Waits for the compute, and copies the pages that the host does not have yet. SnapshotError for a length whose
     recurrent state or sliding window is not known, HostMemoryError if there is no room for the copies, DeviceLost if a
-    server was lost before everything was read.
+    server was lost before everything was read, NotFinite for a text whose values are not finite.
     """
     with text.recovery.told():
         return _state(text, length, drafts=drafts)
@@ -31,6 +31,10 @@ def state(text: Sequence, length: int | None = None, *, drafts: bool = True) -> 
 
 def _state(text: Sequence, length: int | None, *, drafts: bool) -> SessionState:
     text.settle()
+    if text.is_finite() is False:
+        raise NotFinite(
+            f"a text of {text.length} tokens is not kept: its values are not finite. Reset, and read it again"
+        )
     whole = length is None or length == text.length
     length = text.length if length is None else length
     if not 0 <= length <= text.length:
@@ -95,6 +99,8 @@ def load(text: Sequence, saved: SessionState, then: Callable[[SessionState], Non
     nothing has changed. Any later interrupt leaves an empty session.
     """
     text.settle()
+    if text.spoiled:  # there is no state to go back to
+        text.reset()
     if saved.length > text.n_ctx:
         raise ContextFull(f"the saved text has {saved.length} tokens, the context window {text.n_ctx}")
     end = int(advances_of(saved.tokens[:-1]).sum()) + bool(saved.length)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..arrays import Int32s
 from ..config import KVFlashConfig
 from ..constants import CHUNK
-from ..errors import CLOSED, ConfigError, ContextFull, DeviceLost, HostMemoryError, KVFlashError
+from ..errors import CLOSED, ConfigError, ContextFull, DeviceLost, HostMemoryError, KVFlashError, NotFinite
 from ..host.store import HostStore
 from ..pool.masks import Branches, View, everything_is_resident
 from ..pool.page_table import PageTable, PageTableState
@@ -50,7 +50,9 @@ class Sequence:
 
     whole: [n_ctx], tokens that have seen the whole text before them. logits: the positions whose logits are available.
     draft_rows: rows written behind the text, until they are settled. streamed_steps: steps that saw more than the pool.
-    view: of the newest step. follower: is told of every change of the text. stats: of the newest request.
+    view: of the newest step. follower: is told of every change of the text. stats: of the newest request. unchecked: it
+    is not known yet whether the newest step computed finite values. spoiled: it did not, and what the text had in the
+    engine is gone: it has to be reset.
     """
 
     follower: Follower | None = None
@@ -92,6 +94,7 @@ class Sequence:
         self.view: View | None = None
         self._told_of_memory = False
         self.draft_rows: DraftRows | None = None
+        self.unchecked = self.spoiled = False
         for lo, hi in self.config.pins:
             self.table.pin_range(lo, hi)
 
@@ -199,8 +202,11 @@ class Sequence:
         accepted. stream: the tokens see all of the text that the layer buffers can hold, not only the pool; there must
         be layer buffers. places: where the chunks before the tokens are to lie.
 
-        Raises PoolExhausted, and HostMemoryError where sealed chunks find no room on the host.
+        Raises PoolExhausted, HostMemoryError where sealed chunks find no room on the host, and NotFinite for a text
+        that is `spoiled`.
         """
+        if self.spoiled:
+            raise NotFinite(f"the text of sequence {self.seq} has values that are not finite: reset, and read it again")
         self.save_sealed()
         before = self.draft_rows
         if before is None:
@@ -302,6 +308,7 @@ class Sequence:
             self.ids[start : start + n] = tokens
         self.whole[start : start + n] = step.whole
         self.view = step.view
+        self.unchecked = True
         self.relevance.rebuild = False
         if step.branches is not None:
             self.logits = NO_LOGITS  # of the path, once rows are accepted
@@ -324,9 +331,16 @@ class Sequence:
 
     def _undo(self, step: Step) -> None:
         """Undo a step that was not computed."""
+        if step.codes:
+            self.logits, self.unchecked = NO_LOGITS, True
         if step.before is not None:
             self._take_rows(replace(step.before, path=()), self.queries.order)
-            return
+        else:
+            self._undo_moves(step)
+        if step.codes:
+            self.engine.zero_unused()  # the rows that it has written
+
+    def _undo_moves(self, step: Step) -> None:
         self.paging.undo(step.plan.moves)
         self.mask.truncate()
         if step.codes:
@@ -342,6 +356,40 @@ class Sequence:
         """Copy newly sealed chunks to the host, behind the compute."""
         if self.bounded and self.table.layout.length // CHUNK != self.paging.saved:
             self.paging.save()
+
+    # --- values that are not finite
+
+    def is_finite(self) -> bool | None:
+        """Return whether the newest step has computed finite values; None if its logits are not available.
+
+        A value that is not finite spoils the logits of all tokens that see it. Waits for the compute, once a step.
+        """
+        if self.spoiled:
+            return False
+        if not self.unchecked:
+            return True
+        logits = self.logits
+        row = logits.row(logits.start + logits.count - 1)  # it sees the others
+        if row is None:
+            return None
+        try:
+            self.engine.argmax([row])
+        except NotFinite:
+            return False
+        self.unchecked = False
+        return True
+
+    def give_up(self) -> None:
+        """Drop what the text has in the engine if it is not finite, before a step of another text can read it.
+
+        The text is `spoiled` then. It can be repeated.
+        """
+        if self.spoiled or self.is_finite() is not False:
+            return
+        logger.warning("sequence %d has computed values that are not finite: its text is dropped", self.seq)
+        self.spoiled, self.logits, self.draft_rows = True, NO_LOGITS, None
+        self.engine.clear(seq=self.seq)
+        self.engine.zero_unused()
 
     # --- its share of the pool
 
@@ -468,6 +516,8 @@ class Sequence:
         if length < 0:
             raise ConfigError(f"a text cannot be cut to {length} tokens: to forget all of it, cut to 0")
         self.settle()
+        if self.spoiled:
+            self.reset()
         if length >= self.length:
             return self.length
         length = self.engine.whole(length, seq=self.seq)
@@ -480,6 +530,7 @@ class Sequence:
 
         direct: no checkpoint has to be restored for it.
         """
+        finite = self.is_finite()
         if not (direct and self.engine.truncate(length, seq=self.seq)):
             length = self.checkpoints.rewind_to(length)
         self.logits = NO_LOGITS
@@ -489,6 +540,8 @@ class Sequence:
         self.table.commit(plan)
         self.checkpoints.truncate(length)
         self.mask.truncate()
+        if not finite:
+            self.engine.zero_unused()
         self._truncated(length)
         self.events.truncated(length, self.table.resident_chunks)
 
@@ -496,8 +549,8 @@ class Sequence:
         """Return whether `truncate` would leave exactly `length` tokens. Recurrent state rolls back within a step at
         most.
         """
-        if length in (0, self.length):
-            return True
+        if self.spoiled or length in (0, self.length):
+            return length == 0 or not self.spoiled
         window = self.engine.info.n_swa  # a token at `length` needs it in memory
         if not self.engine.can_truncate(length, seq=self.seq):
             return False
@@ -505,6 +558,8 @@ class Sequence:
 
     def truncates_to(self, length: int) -> int:
         """Return the length that `truncate` would leave."""
+        if self.spoiled:
+            return 0
         if length >= self.length:
             return self.length
         length = self.engine.whole(length, seq=self.seq)
@@ -519,6 +574,8 @@ class Sequence:
         """Do the work of `reset`, with `empty` in place of clearing the engine's memory. It can be repeated after an
         interrupt.
         """
+        if not self.is_finite():
+            self.spoiled = True  # until its rows are zeroed
         self.logits = NO_LOGITS
         self.draft_rows = None
         (empty or partial(self.engine.clear, seq=self.seq))()
@@ -529,6 +586,9 @@ class Sequence:
         self.checkpoints.truncate(0)
         for lo, hi in self.config.pins:
             self.table.pin_range(lo, hi)
+        if self.spoiled:
+            self.engine.zero_unused()
+        self.spoiled = self.unchecked = False
         self._truncated(0)
         self.events.reset()
         self.events.truncated(0, ())

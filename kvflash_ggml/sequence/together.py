@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..constants import CHUNK
 from ..errors import DeviceLost, NotFinite
 from .sequence import Sequence as Text
-from .step import NO_LOGITS, Step
+from .step import Step
 
 Prepared = tuple[Text, Step]
 
@@ -19,10 +18,10 @@ def compute(prepared: Sequence[Prepared], *, again: bool = True) -> list[Excepti
 
     Returns the error of each step, None where its text has its tokens. A text with an error is as it was before.
 
-    If the engine refuses the step, or logits of a text are not finite, these steps are undone, their slots are zeroed,
-    and each is computed again alone, unless recurrent state had to roll back further. Logits are available until the
-    next step on the pool. Prompt steps without logits are not checked. A step that streams, or verifies a tree, is the
-    only one: the layer buffers hold one text.
+    If the engine refuses the step, or logits of a text are not finite, these steps are undone and their slots zeroed:
+    some kernels spread such values over all texts of a step. Then each is computed again alone, unless recurrent state
+    had to roll back further. Logits are available until the next step on the pool. A step that streams, or verifies a
+    tree, is the only one: the layer buffers hold one text.
 
     again: False if the caller first draws tokens from the logits of other texts. It then computes each step without
     `codes` alone.
@@ -101,16 +100,8 @@ def _are_finite(ready: Sequence[Prepared]) -> bool:
 
 
 def _fail(text: Text, step: Step, why: Exception, errors: dict[int, Exception]) -> None:
-    """Undo a step, and zero its rows: no kernel may meet their values, although no other text sees them."""
+    """Undo a step, and note its error."""
     errors[step.seq] = why
-    if step.codes and not isinstance(why, DeviceLost):
-        layout, at, end = step.plan.layout, step.start, step.start + len(step.tokens)
-        while at < end:
-            size = min(CHUNK - at % CHUNK, end - at)
-            text.engine.zero_cells(layout.slot_of(at), size)
-            at += size
-    if step.codes:
-        text.logits = NO_LOGITS
     text.fail(step, why)
 
 
@@ -118,6 +109,7 @@ def _count(text: Text, step: Step, errors: dict[int, Exception]) -> None:
     """Commit a step. A later error is noted; the text has its tokens all the same."""
     try:
         text.commit(step)
+        text.unchecked = text.unchecked and not step.likeliest
         if step.generated and not step.ahead:
             text.count_generated(len(step.tokens))
     except Exception as err:

@@ -400,10 +400,9 @@ class FakeEngine(FakeHost):
         assert 0 <= slot <= slot + count <= self.info.n_slots
         self.cell_pos[slot : slot + count] = -1
 
-    def zero_cells(self, slot: int, count: int) -> None:
-        self.clear_cells(slot, count)
+    def zero_unused(self) -> None:
         self.synchronize()
-        self.pool[slot : slot + count] = 0
+        self.pool[self.cell_pos < 0] = 0
 
     def set_cells(self, slot: int, pos: int, tokens: Int32s, *, seq: int) -> None:
         self.clear_cells(slot, len(tokens))

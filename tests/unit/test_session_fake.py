@@ -492,11 +492,11 @@ def test_a_whole_context_pool_splits_and_places_as_stock_does(world: Any, n_batc
         assert [chunk.block for chunk in session.table.chunks] == list(range(len(session.table.chunks)))
 
 
-def test_logits_are_kept_of_the_last_token_of_each_batch_only(world: Any) -> None:
+def test_logits_are_kept_of_the_last_token_of_each_step_only(world: Any) -> None:
     session = world()
     extend(session, some(200))
-    assert [sum(flags) for flags in session.engine.outputs] == [0, 1, 0, 1]
-    assert all(flags[-1] for flags in session.engine.outputs[1::2])
+    assert [sum(flags) for flags in session.engine.outputs] == [1, 1, 1, 1]
+    assert all(flags[-1] for flags in session.engine.outputs)
     extend(session, some(3), output_all=True)
     assert session.engine.outputs[-1] == [1, 1, 1]
     extend(session, some(1))
