@@ -205,7 +205,16 @@ class Pool:
         texts are settled if they could not roll back after the step, and a text that is not finite is given up. Nothing
         else steps the engine. Raises the errors of `Engine.step`; then nothing of any step was computed.
         """
-        others = self._others(steps) if len(steps) < len(self.texts) else []
+        others: list[Text] = []
+        if len(steps) < len(self.texts):
+            taken = [step.seq for step in steps]
+            # every token of a user alone comes here, and `items` of this dictionary makes a dozen calls
+            others = [text for ref in self.texts.valuerefs() if (text := ref()) is not None and text.seq not in taken]
+            for text in others:
+                if text.unchecked:
+                    text.give_up()
+        if self.engine.info.recurrent or self.engine.info.n_swa:
+            self._settle(others)
         if steps[0].generated:
             self.decoding = len(steps)
         engine, end, wait, codes = self.engine, 0, 0, steps[0].codes
@@ -261,19 +270,11 @@ class Pool:
         finally:
             self.padding.clear(end)
 
-    def _others(self, steps: Sequence[Step]) -> list[Text]:
-        """Return the texts without a step, once a step of these texts can do no harm to them, nor they to it."""
-        taken = [step.seq for step in steps]
-        # every token of a user alone comes here, and `items` of this dictionary makes a dozen calls
-        others = [text for ref in self.texts.valuerefs() if (text := ref()) is not None and text.seq not in taken]
-        for text in others:
-            if text.unchecked:
-                text.give_up()
-        if self.engine.info.recurrent or self.engine.info.n_swa:
-            for text in others:
-                if text.draft_rows is not None and text.draft_rows.state is None:
-                    text.settle()  # the step may overwrite the state that it rolls back to
-        return others
+    def _settle(self, texts: Sequence[Text]) -> None:
+        """Settle draft rows of texts that could not roll back after a step of others."""
+        for text in texts:
+            if text.draft_rows is not None and text.draft_rows.state is None:
+                text.settle()  # the step may overwrite the state that it rolls back to
 
     def is_span(self, tokens: Int32s) -> bool:
         """Return whether the rows of a step, of tokens or of media, see each other in the pool."""

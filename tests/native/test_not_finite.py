@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.beside import SHARE, Make, alike, check, decode, logits_of, make, spoil
+from support.beside import SHARE, Make, alike, all_finite, check, decode, logits_of, make, spoil
 from support.harness import Bare, same_bits
 
-from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import NotFinite
 from kvflash_ggml.media.rows import Part, numbers_of
 from kvflash_ggml.sequence import restore, together
@@ -36,17 +35,6 @@ def read(text: Any, ids: Tokens) -> None:
     """Read a prompt; scores of chunks can show that it is not finite before its logits do."""
     with suppress(NotFinite):
         extend(text, ids)
-
-
-def all_finite(run: Bare) -> bool:
-    """Are K and V of all slots finite, those of no text too? They are f16."""
-    engine = run.session.engine
-    size, blocks = engine.info.page_bytes, engine.info.n_slots // CHUNK
-    image = engine.alloc(size * blocks)
-    engine.wait(engine.page_out([*range(blocks)], [image + size * block for block in range(blocks)]))
-    finite = bool(np.isfinite(np.frombuffer(engine.view(image, size * blocks), np.float16)).all())
-    engine.free(image)
-    return finite
 
 
 @contextmanager
@@ -77,7 +65,7 @@ def test_a_cut_leaves_only_finite_rows(kind: str, flash: bool, length: int, bare
         assert run.session.is_finite() == np.isfinite(value)
         left = run.session.truncate(length)
         assert left == (0 if kind == "hybrid" else length)
-        assert not flash or all_finite(run)
+        assert not flash or all_finite(run.session.engine)
         extend(run.session, ids[left:700])
         found.append(run.row())
     assert np.isfinite(found[1]).all()
@@ -113,7 +101,7 @@ def test_no_other_text_meets_a_prompt_that_is_not_finite(kind: str, bare: Make, 
         rows = decode(run, [one], ids[:1]) if np.isfinite(value) else step(run, one, ids[:1])
         if np.isnan(value):
             assert victim.spoiled
-            assert all_finite(run)
+            assert all_finite(run.session.engine)
             with pytest.raises(NotFinite, match="reset"):
                 extend(victim, ids[:1])
             with pytest.raises(NotFinite, match="not kept"):
@@ -164,7 +152,7 @@ def test_neighbours_of_one_step_are_computed_again_once(count: int, bare: Make, 
         assert steps == [40 * count, *[40] * count * spoiled]
         assert [type(error) for error in errors] == [NotFinite if spoiled else type(None), *[type(None)] * (count - 1)]
         victim.reset()
-        assert all_finite(run)
+        assert all_finite(run.session.engine)
         with counted(run) as steps:
             errors = together.compute([(text, text.prepare(tokens[6000:6040], LAST)) for text in run.sessions])
         assert errors == [None] * count
@@ -180,6 +168,6 @@ def test_blocks_of_a_text_that_is_not_finite_are_zeroed_before_another_gets_them
     extend(one, tokens[3000:3400])
     read(victim, poisoned(run, tokens))
     run.session.pool.deal({0: 2 * SHARE})
-    assert all_finite(run)
+    assert all_finite(run.session.engine)
     extend(one, tokens[4000:4500])
     assert np.isfinite(logits_of(run, one)).all()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.beside import spoil, spread
 from support.inside import inside
 from support.served import Asked, ask, assert_alike, served
 
@@ -122,34 +123,37 @@ def test_prompt_steps_follow_a_target(
     assert deterministic or set(long[2:20]) == {LEAST_ROWS}
 
 
+@pytest.mark.parametrize("spreads", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_numbers_that_are_none_end_their_answer_only(
-    kind: str, llama: Callable[..., Any], tokens: Tokens, widths: list[int]
+    kind: str, spreads: bool, llama: Callable[..., Any], tokens: Tokens, widths: list[int], caplog: Any
 ) -> None:
-    texts = prompts(tokens)
+    """spreads: as on a GPU, such a block spoils all texts of a step. With recurrent state each is read again, once."""
+    texts = [text[-400:] if spreads else text for text in prompts(tokens)]
     wanted = lone(llama(kind, **settings()), texts)
-    with served(llama(kind, **settings())) as running:
+    llm = llama(kind, **settings())
+    if spreads:
+        spread(inside(llm).session.engine)
+    with served(llm) as running:
         asked = all_at_once(running, texts)
         wait_for(SLOTS, widths)
         victim = asked[2].request
 
-        def spoil() -> None:
+        def poison() -> None:
             (slot,) = (slot for slot in running.slots if slot.request is victim)
             model = slot.model
             assert isinstance(model, LlamaModel)
             session = inside(model.llm).session
-            engine, size = session.engine, session.engine.info.page_bytes
-            image = engine.alloc(size)
-            engine.view(image, size)[:] = np.full(size // 2, np.nan, np.float16).tobytes()
-            engine.wait(engine.page_in([session.table.chunks[0].block], [image]))
-            engine.free(image)
+            spoil(session.engine, session.table.chunks[0].block)
 
-        running.call(spoil).result()
+        running.call(poison).result()
         end = asked[2].wait()
         assert isinstance(end, Failed)
         assert end.code == "numerical"
         for i in (0, 1, 3):
             assert_alike(asked[i], wanted[i])
+        reread = [record for record in caplog.records if "read again" in record.message]
+        assert len(reread) == (0 if kind == "dense" else SLOTS if spreads else 1)
         (again,) = all_at_once(running, [texts[2]])
         assert_alike(again, wanted[2])
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvflash_ggml.constants import CHUNK
+from kvflash_ggml.errors import NotFinite
 from kvflash_ggml.sequence import together
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.step import LAST
@@ -85,3 +86,30 @@ def spoil(engine: Any, block: int) -> None:
     engine.view(image, size)[:] = np.full(size // 2, np.nan, np.float16).tobytes()
     engine.wait(engine.page_in([block], [image]))
     engine.free(image)
+
+
+def all_finite(engine: Any) -> bool:
+    """Are K and V of all slots finite, those of no text too? They are f16."""
+    size, blocks = engine.info.page_bytes, engine.info.n_slots // CHUNK
+    image = engine.alloc(size * blocks)
+    engine.wait(engine.page_out([*range(blocks)], [image + size * block for block in range(blocks)]))
+    finite = bool(np.isfinite(np.frombuffer(engine.view(image, size * blocks), np.float16)).all())
+    engine.free(image)
+    return finite
+
+
+def spread(engine: Any) -> None:
+    """Let steps of several texts be as on a GPU: if a slot is not finite, no logits of them are."""
+    step, argmax, seqs = engine.step, engine.argmax, set[int]()
+
+    def noted(count: int, *rest: Any) -> None:
+        seqs.clear()
+        seqs.update(engine.seq[:count].tolist())
+        step(count, *rest)
+
+    def spoilt(rows: Sequence[int]) -> Any:
+        if len(seqs) > 1 and not all_finite(engine):
+            raise NotFinite("a slot is not finite")
+        return argmax(rows)
+
+    engine.step, engine.argmax = noted, spoilt
