@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import shutil
 from collections import abc
 from collections.abc import Callable, Iterator
@@ -29,27 +28,10 @@ from support.harness import (
     write_packed,
     write_uneven,
 )
+from support.rounding import GPU_LAYERS, ON_GPU
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.native import library
-
-GPU_LAYERS = int(os.environ.get("KVFLASH_TEST_GPU_LAYERS", "0"))
-"""The same tests run on a GPU build: KVFLASH_TEST_GPU_LAYERS=99 python -m pytest tests/native/test_ladder.py"""
-
-
-@pytest.fixture(scope="session")
-def on_gpu() -> bool:
-    """Are steps of other widths computed by other kernels?"""
-    return GPU_LAYERS > 0
-
-
-@pytest.fixture(scope="session")
-def fuses() -> bool:
-    """Does it depend on where buffers lie which nodes are computed by one kernel, and so how they are rounded?
-
-    ggml's CUDA does that; with GGML_CUDA_DISABLE_FUSION=1 each node has its own, as on the CPU.
-    """
-    return GPU_LAYERS > 0 and os.environ.get("GGML_CUDA_DISABLE_FUSION", "0") in ("", "0")
 
 
 @contextmanager
@@ -59,7 +41,7 @@ def skips_what_a_gpu_cannot_attend_to() -> Iterator[None]:
     try:
         yield
     except UnsupportedModelError as err:
-        if GPU_LAYERS == 0 or "cannot attend" not in str(err):
+        if not ON_GPU or "cannot attend" not in str(err):
             raise
         pytest.skip(str(err))
 
@@ -162,7 +144,8 @@ def _maker(cls: Any, model: Callable[[str], Path]) -> Iterator[Callable[..., Any
             # what leaves the pool is foreseeable only without scores
             if isinstance(kwargs.get("kvflash"), int):
                 kwargs = {"kvflash_policy": "lru", "kvflash_calibrate": False, "kvflash_reading": "pool"} | kwargs
-            llm = cls(str(model(kind)), **({"seed": 7, "verbose": False} | threads | split | kwargs))
+            with skips_what_a_gpu_cannot_attend_to():
+                llm = cls(str(model(kind)), **({"seed": 7, "verbose": False} | threads | split | kwargs))
             stack.callback(llm.close)
             return llm
 

@@ -16,6 +16,7 @@ import pytest
 from support.harness import CHUNK, MODELS, check, reach
 from support.inside import inside
 from support.interrupter import Interrupter
+from support.rounding import ON_GPU
 
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.errors import DecodeError, HostMemoryError
@@ -28,7 +29,7 @@ STRICT = {"n_ctx": 1024, "n_batch": 256, "n_ubatch": 1, "kvflash": 1024}
 WIDTH = 6
 COUNT = 40
 GREEDY = {"temp": 0.0}
-LARGEST = 2**31 - 1
+LARGEST = NEVER = 2**31 - 1
 
 
 def answer(llm: Any, prompt: list[int], count: int = COUNT) -> list[int]:
@@ -165,7 +166,7 @@ def failing(works: Callable[..., Any], error: BaseException, *, rows: int, times
 def test_a_step_that_fails_with_drafts_is_done_without(
     kind: str, times: int, llama: Any, tokens: Any, caplog: Any
 ) -> None:
-    prompt = tokens[:150].tolist()
+    prompt = np.tile(tokens[1000:1060], 3).tolist()  # an answer without near ties: steps have other rows
     size = {} if kind == "dense" else {"n_batch": 128, "n_ubatch": 128}
     plain = answer(llama(kind, **(STRICT | size)), prompt)
     llm = drafting(llama, prompt, plain, kind, **size)
@@ -183,21 +184,24 @@ def test_a_step_that_fails_with_drafts_is_done_without(
 
 @pytest.mark.parametrize("computed", [0, 1, 4])
 def test_a_step_that_breaks_off_after_rows_were_computed(computed: int, llama: Any, tokens: Any) -> None:
-    """Each row is a graph of its own: those before the device breaks off are written, and are no rows of the text."""
+    """Each row is a graph of its own: those before the device breaks off are written, and are no rows of the text.
+
+    The CPU asks whether to break off before each node. Of a GPU's graph it computes one part, and asks once.
+    """
     import llama_cpp
 
     prompt = tokens[:150].tolist()
     plain = answer(llama(**STRICT), prompt)
     llm = drafting(llama, prompt, plain)
     engine, context = inside(llm).session.engine, llm._ctx.ctx
-    step, asked, failed = engine.step, [0, 0], []
+    step, asked, failed = engine.step, [0, NEVER], []
 
     def counted(_: Any) -> bool:
         asked[0] += 1
-        return asked[1] > 0 and asked[0] > asked[1]
+        return asked[0] > asked[1]
 
     def steps(count: int, *args: Any, **settings: Any) -> Any:
-        asked[:] = [0, computed * row + row // 2 if count > 1 and not failed else 0]
+        asked[:] = [0, computed * row + row // 2 if count > 1 and not failed else NEVER]
         try:
             return step(count, *args, **settings)
         except DecodeError:
@@ -218,7 +222,7 @@ def test_a_step_that_breaks_off_after_rows_were_computed(computed: int, llama: A
         told += islice(stream, COUNT - 2)
     stream.close()
     llama_cpp.llama_set_abort_callback(context, llama_cpp.ggml_abort_callback(0), None)
-    assert row > 10
+    assert row > 10 or (ON_GPU and row > 0)
     assert failed == [WIDTH]
     assert told == plain
     assert llm.kvflash.spec.off is None
@@ -325,7 +329,7 @@ STRIDES = {"drafts": 61, "ngram": 61, "hybrid": 61, "lossless": 151}
 def test_an_interrupt_at_any_line(kind: str, llama: Any, tokens: Any) -> None:
     """What was told is a beginning of plain decoding's answer, and the next call goes on from there."""
     # where no rounding decides, since steps have other rows after an interrupt
-    prompt = tokens[1000:1800].tolist() if kind == "lossless" else np.tile(tokens[:60], 3).tolist()
+    prompt = tokens[18500:19300].tolist() if kind == "lossless" else np.tile(tokens[:60], 3).tolist()
     plain, llm = _pair(kind, prompt, llama)
     text = [*prompt, *plain]
     line, told = 1, interrupted(llm, prompt, 1)

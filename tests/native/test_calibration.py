@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -15,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.drafter_models import with_context, with_other_tokens
-from support.harness import HEADS, heads_of
+from support.harness import HEADS, heads_of, wait_for_scorer
 from support.inside import inside
 from support.interrupter import signalled
+from support.rounding import GPU_LAYERS
 
 from kvflash_ggml.calibration import finder, run
 from kvflash_ggml.calibration.choice import Calibration, ModelId, heads_file, load, of_llama, save
@@ -53,8 +53,7 @@ def dense(models: dict[str, Path]) -> Calibration:
     """Of the dense model, without a pool."""
     from kvflash_ggml import Llama
 
-    layers = int(os.environ.get("KVFLASH_TEST_GPU_LAYERS", "0"))
-    with closing(Llama(str(models["dense"]), n_gpu_layers=layers, n_threads_batch=1, verbose=False)) as llm:
+    with closing(Llama(str(models["dense"]), n_gpu_layers=GPU_LAYERS, n_threads_batch=1, verbose=False)) as llm:
         return calibrate(llm._model, model_id=of_llama(llm), settings=llm.context_params)
 
 
@@ -358,6 +357,7 @@ def test_heads_that_are_found_meanwhile_change_no_promised_bit(
     answer(llm, tokens[:1600], 2)
     assert inside(llm).session.scoring.scorer.units.tolist() == units
     inside(llm).finder.settle(inside(llm).session)
+    wait_for_scorer(inside(llm).session)
     assert inside(llm).session.scoring.scorer.units.tolist() != units
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.harness import check, row
 from support.inside import inside
+from support.rounding import ON_GPU
 
 from kvflash_ggml import PrefixCache
 
@@ -83,14 +84,14 @@ WAYS: list[Callable[[Any, list[int], Path], None]] = [parked, in_a_state, in_a_f
     ],
 )  # fmt: skip
 def test_an_answer_that_is_put_aside(
-    kind: str, settings: dict[str, Any], llama: Any, tokens: Any, tmp_path: Path, on_gpu: bool
+    kind: str, settings: dict[str, Any], llama: Any, tokens: Any, tmp_path: Path
 ) -> None:
     prompt, other = tokens[:1100].tolist(), tokens[5000:5700].tolist()
     llm = llama(kind, **POOL, **settings)
     llm.eval(prompt)
     recalled = llm.kvflash.page_ins
     want = go_on(llm, 70)
-    assert llm.kvflash.page_ins > (0 if on_gpu else recalled)  # its rounding decides what the answer asks for
+    assert llm.kvflash.page_ins > (0 if ON_GPU else recalled)  # its rounding decides what the answer asks for
     chance = random.Random(kind)
     ways = chance.sample(WAYS, len(WAYS))
     llm.reset()

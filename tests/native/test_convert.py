@@ -19,6 +19,7 @@ from support import checkpoints
 from support.archs import write_latent
 from support.checkpoints import EPSILON, HEAD_DIM, HEADS, HEADS_KV, LAYERS, MASK, THETA
 from support.harness import MODELS, TEXT, write_iswa
+from support.rounding import F32_LOGPROB
 from vendoring.source import LLAMA, pristine_tree
 
 from kvflash_bench.tasks import needle_task
@@ -125,7 +126,7 @@ def test_a_block_is_what_the_numbers_say(tmp_path: Path, exact: None) -> None:
     )[1:]
     assert wanted.std() > 0.5
     wanted -= np.log(np.exp(wanted).sum(axis=1, keepdims=True))
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    np.testing.assert_allclose(found, wanted, atol=F32_LOGPROB.here)
 
 
 # --- files

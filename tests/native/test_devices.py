@@ -1,7 +1,7 @@
 """A pool on several devices: half of the layers in host memory, two servers of this machine, and all GPUs (`two`).
 
-On a machine with a GPU: KVFLASH_TEST_GPU_LAYERS=99 python -m pytest tests/native/test_devices.py. One GPU shows as
-two and as three in processes of their own, which run the same tests.
+On a machine with a GPU: scripts/test --gpu tests/native/test_devices.py. One GPU shows as two and as three in processes
+of their own, which run the same tests.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pytest
 from support import device_ladder as ladder
 from support.device_ladder import Placed
 from support.harness import KV_TYPES
+from support.rounding import ON_GPU
 from support.servers import running
 
 from kvflash_ggml import Llama
@@ -37,11 +38,11 @@ TWO = ("half", "two")
 
 
 @pytest.fixture(scope="module")
-def gpus(loaded: None, on_gpu: bool) -> list[Any]:
+def gpus(loaded: None) -> list[Any]:
     """Those of this process; none unless the tests are asked to use them."""
     from kvflash_ggml.native.devices import devices
 
-    return [device for device in devices() if device.kind == "gpu"] if on_gpu else []
+    return [device for device in devices() if device.kind == "gpu"] if ON_GPU else []
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def place(gpus: list[Any], request: pytest.FixtureRequest) -> Any:
             settings = {"rpc": request.getfixturevalue("endpoints"), "n_gpu_layers": -1, "tensor_split": [1.0, 1.0]}
             return Placed(settings, ("remote", "remote"))
         if not gpus:
-            pytest.skip("needs a GPU: KVFLASH_TEST_GPU_LAYERS=99")
+            pytest.skip("needs a GPU: scripts/test --gpu")
         if name == "half":
             return Placed({"n_gpu_layers": HALF[kind], "split_mode": 0}, ("host", _mode(gpus[0])))
         if len(gpus) < 2:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import MODELS, go_on
+from support.harness import MODELS, go_on, wait_for_scorer
 from support.inside import inside
 
 from kvflash_ggml.errors import SnapshotError
@@ -101,6 +101,7 @@ def restored(llama: Any, saved: bytes, change: Change, path: Path) -> Any:
 def test_without_a_change_nothing_is_read_again(llama: Any, saved: bytes, tmp_path: Path, caplog: Any) -> None:
     llm = restored(llama, saved, lambda facts, sections: None, tmp_path / "x")
     go_on(llm, 8)
+    wait_for_scorer(inside(llm).session)
     assert inside(llm).drafter_reader.window.pushed < 100
     assert not caplog.text
 
@@ -109,6 +110,7 @@ def test_without_a_change_nothing_is_read_again(llama: Any, saved: bytes, tmp_pa
 def test_the_drafter_reads_again(what: str, llama: Any, saved: bytes, tmp_path: Path, caplog: Any) -> None:
     llm = restored(llama, saved, REREAD[what], tmp_path / "x")
     go_on(llm, 24)
+    wait_for_scorer(inside(llm).session)
     assert inside(llm).drafter_reader.window.pushed > 1400
     assert "the drafter reads the text again" in caplog.text
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import TEXT, write_reranker
+from support.rounding import ON_GPU
 from support.serving import serve
 
 from kvflash_ggml.config import KVFlashConfig
@@ -90,7 +91,11 @@ def test_memory_is_left_for_it(models: dict[str, Path], llama: Callable[..., Any
 
     llm = llama(models["dense"], n_ctx=1024, kvflash=POOL)
     said = reserve_bytes(address(llm._model), llm.context_params, POOL)
-    assert said == pytest.approx(Embedder(llm).bytes, rel=0.2)
+    taken = Embedder(llm).bytes
+    if ON_GPU:  # what it takes of the host is taken, and not kept free
+        assert 0.6 * taken < said < taken
+    else:
+        assert said == pytest.approx(taken, rel=0.2)
     assert reserve_bytes(address(llm._model), llama_cpp.llama_context_default_params(), KVFlashConfig()) == 0
 
     def reserved(config: KVFlashConfig) -> int:

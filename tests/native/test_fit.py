@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from support.inside import inside
+from support.rounding import ON_GPU
 from support.servers import device_names, running
 
 from kvflash_bench.shapes import SHAPES, write
@@ -45,10 +46,17 @@ def servers(loaded: None) -> Iterator[list[str]]:
         yield [server.endpoint for server in found]
 
 
+def given(**keywords: Any) -> dict[str, Any]:
+    """Keywords of a model that uses no GPU of this machine."""
+    if ON_GPU:
+        keywords["device"] = device_names([rpc] if isinstance(rpc := keywords.get("rpc", []), str) else rpc)
+    return {**STEPS, **POOL, **keywords}
+
+
 def make(path: str, **keywords: Any) -> Any:
     from kvflash_ggml import Llama
 
-    return Llama(path, **{**STEPS, **POOL, **keywords})
+    return Llama(path, **given(**keywords))
 
 
 def answer(llm: Any) -> list[int]:
@@ -111,7 +119,7 @@ def test_what_is_not_fitted_is_predicted_as_it_would_be_loaded(mixture: str, ser
     from kvflash_ggml.llama import fitting
 
     asked = {"rpc": servers, "n_gpu_layers": 6}
-    placement, devices = fitting.without_loading(mixture, {**STEPS, **POOL, **asked})
+    placement, devices = fitting.without_loading(mixture, given(**asked))
     llm = make(mixture, **asked)
     check_taken(llm, placement)
     llm.close()
@@ -127,22 +135,20 @@ def test_a_machine_that_is_not_here_is_imagined(mixture: str, servers: list[str]
 
     for size in (1 << 30, 6 * MIB):
         (name,) = device_names(servers[:1])
-        there, _ = without_loading(
-            mixture, {**STEPS, **POOL, "rpc": servers[0], "fit": Fit(free={name: size}, margin=0)}
-        )
-        imagined, devices = without_loading(mixture, {**STEPS, **POOL, "fit": Fit(free={"CUDA0": size}, margin=0)})
-        assert [(device.name, device.free) for device in devices[:1]] == [("CUDA0", size)]
+        there, _ = without_loading(mixture, given(rpc=servers[0], fit=Fit(free={name: size}, margin=0)))
+        imagined, devices = without_loading(mixture, {**STEPS, **POOL, "fit": Fit(free={"CUDA8": size}, margin=0)})
+        assert [(device.name, device.free) for device in devices[:1]] == [("CUDA8", size)]
         assert (imagined.n_gpu_layers, imagined.pool) == (there.n_gpu_layers, there.pool)
         for real, thought in zip(there.needs, imagined.needs, strict=True):
             assert (thought.weights, thought.kv, thought.layers) == (real.weights, real.kv, real.layers)
         assert imagined.needs[0].compute > 0
-    with pytest.raises(DoesNotFit, match="CUDA0 has 1 MiB free"):
-        without_loading(mixture, {**STEPS, **POOL, "n_gpu_layers": -1, "fit": Fit(free={"CUDA0": MIB})})
-    where = {"override_tensor": "exps=CUDA1", "fit": Fit(free={"CUDA0": MIB})}
-    with pytest.raises(ConfigError, match="'CUDA1' is none of CUDA0, CPU"):
+    with pytest.raises(DoesNotFit, match="CUDA8 has 1 MiB free"):
+        without_loading(mixture, {**STEPS, **POOL, "n_gpu_layers": -1, "fit": Fit(free={"CUDA8": MIB})})
+    where = {"override_tensor": "exps=CUDA9", "fit": Fit(free={"CUDA8": MIB})}
+    with pytest.raises(ConfigError, match="'CUDA9' is none of CUDA8, CPU"):
         without_loading(mixture, {**STEPS, **POOL, **where})
-    with pytest.raises(ConfigError, match="'CUDA0' is no device of this model"):
-        make(mixture, fit=Fit(free={"CUDA0": 1 << 30}))
+    with pytest.raises(ConfigError, match="'CUDA8' is no device of this model"):
+        make(mixture, fit=Fit(free={"CUDA8": 1 << 30}))
 
 
 def test_a_split_that_gives_more_slots_is_named(

@@ -24,7 +24,9 @@ import json, resource, sys
 from kvflash_ggml import Llama
 import llama_cpp
 llm = Llama(sys.argv[1], vocab_only=True, verbose=False)
-resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()  # a GPU's library maps far more
+most = max(4 << 30, used + (2 << 30))
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
 (token,) = llm.tokenize(b"a", add_bos=False)
 for grammar in json.load(sys.stdin):
     sampler = llama_cpp.llama_sampler_init_grammar(llm._model.vocab, grammar.encode(), b"root")

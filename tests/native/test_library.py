@@ -253,6 +253,15 @@ def test_a_longer_launch_queue_is_asked_of_cuda_unless_the_environment_says_othe
     assert run(code, CUDA_SCALE_LAUNCH_QUEUES="1x").stdout == "1x\n"
 
 
+def test_llama_cpps_log_is_silent_until_a_model_is_verbose() -> None:
+    """CUDA tells its devices when they are counted, which is before a model says whether it is verbose."""
+    code = LOAD + "from llama_cpp import _logger; tell = _logger.llama_log_callback; tell(1, b'found', None)"
+    assert run(code).stderr == ""
+    assert run(code + "; _logger.set_verbose(True); tell(1, b'told', None)").stderr == "told"
+    asked = "import logging; logging.getLogger('llama-cpp-python').setLevel(logging.INFO); "
+    assert run(asked + code).stderr == "found"
+
+
 def test_loading_twice_is_free() -> None:
     library.load()
     library.load()
@@ -267,6 +276,7 @@ def test_build_info_names_the_build() -> None:
 
 @pytest.mark.slow
 def test_the_wheel_carries_code_licences_and_nothing_else(tmp_path: Path) -> None:
+    pytest.importorskip("pip", reason="pip makes the wheel")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     flags = [f"-D{k}={v}" for k, v in library.build_info()["cmake_defines"].items()]
     done = subprocess.run(

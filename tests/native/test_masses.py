@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.harness import KV_TYPES, row, same_bits
 from support.inside import inside
+from support.rounding import MASS, MASS_OF_F16, MASS_OF_Q8, ON_GPU
 
 from kvflash_ggml.policy.base import Masses, ScoreRequest
 from kvflash_ggml.policy.heads import queries_of
@@ -59,9 +60,7 @@ def expected(llm: Any, request: ScoreRequest, masses: Masses) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "kv"), CASES)
-def test_masses_are_those_of_the_real_keys(
-    kind: str, kv: int, llama: Callable[..., Any], tokens: Any, on_gpu: bool
-) -> None:
+def test_masses_are_those_of_the_real_keys(kind: str, kv: int, llama: Callable[..., Any], tokens: Any) -> None:
     """The index is not looked at, and what the last step adds to it is not waited for."""
     spy = Spy()
     llm = llama(kind, kvflash_policy=spy, type_k=kv, type_v=kv, flash_attn=True, **SIZE)
@@ -72,9 +71,9 @@ def test_masses_are_those_of_the_real_keys(
     assert masses.chunks.tolist() == list(range(1601 // 64))
     assert request.rows == masses.rows == 32
     exact = inside(llm).session.scoring.scorer._keys.score_keys(range(25), request, masses.heads)
-    # queries are rounded to the type of the keys, by each kind of device in its way
-    np.testing.assert_allclose(masses.values, exact, atol=0.1 if on_gpu else 1e-3)
-    np.testing.assert_allclose(masses.values, expected(llm, request, masses), atol=0.1 if kv == Q8 or on_gpu else 5e-3)
+    np.testing.assert_allclose(masses.values, exact, atol=MASS.here)
+    in_numpy = MASS_OF_Q8 if kv == Q8 else MASS_OF_F16
+    np.testing.assert_allclose(masses.values, expected(llm, request, masses), atol=in_numpy.here)
     assert spy.looks == 0
     assert spy.indexed < 1601 // 64 == sum(chunk is not None for chunk in spy._rows)
     assert inside(llm).session.scoring.masses.count == 1
@@ -106,7 +105,7 @@ def test_chunks_out_of_view_keep_the_score_of_the_index(llama: Callable[..., Any
     assert 0 < len(masses.chunks) < 1701 // 64
     assert llm.kvflash.last.ranked == "exact"
     exact = spy._keys.score_keys(range(26), spy.asked[-1], masses.heads)
-    np.testing.assert_allclose(masses.values, exact[:, masses.chunks], atol=0.1)
+    np.testing.assert_allclose(masses.values, exact[:, masses.chunks], atol=MASS_OF_Q8.here)
     assert spy.looks > 0
 
 
@@ -134,10 +133,8 @@ def no_room_for_masses() -> Iterator[list[int]]:
         slot.value = real
 
 
-def test_without_memory_for_it_the_index_is_asked_and_the_reason_told(
-    llama: Callable[..., Any], tokens: Any, on_gpu: bool
-) -> None:
-    if on_gpu:
+def test_without_memory_for_it_the_index_is_asked_and_the_reason_told(llama: Callable[..., Any], tokens: Any) -> None:
+    if ON_GPU:
         pytest.skip("it is the CPU's memory that is refused")
     spy = Spy(heads=np.array([[0, 0], [2, 1]], np.int32))
     llm = llama("dense", kvflash_policy=spy, **SIZE)

@@ -7,7 +7,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-from support.harness import CHUNK
+from support.harness import CHUNK, check_device_bytes
 from support.inside import inside
 from support.integrity import check_table
 
@@ -21,18 +21,11 @@ def resident_bytes() -> int:
     raise AssertionError("no VmRSS")
 
 
-def check_device_bytes(llm: Any, slots: int, on_gpu: bool) -> None:
-    """K and V of the pool; on a GPU also a staging area of up to eight pages."""
-    pages = slots // CHUNK * llm.kvflash.page_bytes
-    staging = llm.kvflash.device_bytes - pages
-    assert 0 <= staging <= (8 * llm.kvflash.page_bytes + 4096 if on_gpu else 0)
-
-
-def test_a_long_text_in_a_small_pool(llama: Any, tokens: Any, on_gpu: bool) -> None:
+def test_a_long_text_in_a_small_pool(llama: Any, tokens: Any) -> None:
     llm = llama("small", n_ctx=65_536, n_batch=512, n_ubatch=512, kvflash=1024, kvflash_policy="lru")
     view = llm.kvflash
     device = view.device_bytes
-    check_device_bytes(llm, 1024, on_gpu)
+    check_device_bytes(llm, 1024)
     llm.eval(tokens[:4096].tolist())
     before, host_before = resident_bytes(), view.host_bytes
     llm.eval(tokens[4096:LENGTH].tolist())
@@ -69,7 +62,7 @@ def python_growth(llm: Any, tokens: Any, *, steps: int) -> int:
     return after - before
 
 
-def test_a_long_context_costs_nothing_before_it_is_used(llama: Any, on_gpu: bool) -> None:
+def test_a_long_context_costs_nothing_before_it_is_used(llama: Any) -> None:
     """Buffers for logits and batches follow use: 131,072 positions would take gigabytes of them."""
     llama("dense", n_ctx=1024, kvflash=512)
     gc.collect()
@@ -77,4 +70,4 @@ def test_a_long_context_costs_nothing_before_it_is_used(llama: Any, on_gpu: bool
     llm = llama("dense", n_ctx=131_072, kvflash=512, logits_all=True)
     assert llm.kvflash.n_ctx == 131_072
     assert resident_bytes() - before < 64 << 20
-    check_device_bytes(llm, 512, on_gpu)
+    check_device_bytes(llm, 512)

@@ -15,6 +15,7 @@ from support.inside import inside
 from support.integrity import check_table
 from support.interrupter import Interrupter
 from support.replay import let_replay, noted
+from support.rounding import ON_GPU, without_fusion
 
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.errors import DecodeError
@@ -68,6 +69,7 @@ def both(llm: Any) -> tuple[Any, Any]:
     return llm.kvflash.spec.last, llm.kvflash.spec.on_pool.last
 
 
+@without_fusion
 @pytest.mark.parametrize(
     ("kind", "source", "temp"),
     [
@@ -80,10 +82,8 @@ def both(llm: Any) -> tuple[Any, Any]:
     ],
 )
 def test_every_bit_is_that_of_a_full_cache_with_the_same_steps(
-    kind: str, source: str, temp: float, nested: Any, full: Any, prompt: list[int], fuses: bool
+    kind: str, source: str, temp: float, nested: Any, full: Any, prompt: list[int]
 ) -> None:
-    if fuses:
-        pytest.skip("another layout of buffers lets CUDA fuse other nodes: GGML_CUDA_DISABLE_FUSION=1 forbids it")
     llm = nested(kind, source)
     drafts = noted(llm)
     answer = told(llm, prompt, temp=temp)
@@ -103,11 +103,9 @@ def test_every_bit_is_that_of_a_full_cache_with_the_same_steps(
 
 
 @pytest.mark.parametrize(("kind", "source"), [("dense", "ngram"), ("headed", "draft-mtp")])
-def test_the_pool_proposes_what_it_would_propose_alone(
-    kind: str, source: str, nested: Any, prompt: list[int], on_gpu: bool
-) -> None:
+def test_the_pool_proposes_what_it_would_propose_alone(kind: str, source: str, nested: Any, prompt: list[int]) -> None:
     """So what is not to stay of its steps has left nothing behind. Where no rounding decides: see the first ones."""
-    if on_gpu:
+    if ON_GPU:
         pytest.skip("rows of other widths are computed by other kernels")
     drafts = {}
     for alone in (True, False):
@@ -141,6 +139,7 @@ class Failing:
         raise self.error
 
 
+@without_fusion
 @pytest.mark.parametrize(
     ("kind", "what", "times", "goes_on"),
     [
@@ -152,10 +151,8 @@ class Failing:
     ],
 )
 def test_what_fails_costs_drafts_and_nothing_else(
-    kind: str, what: str, times: int, goes_on: bool, nested: Any, full: Any, prompt: list[int], fuses: bool
+    kind: str, what: str, times: int, goes_on: bool, nested: Any, full: Any, prompt: list[int]
 ) -> None:
-    if fuses:
-        pytest.skip("another layout of buffers lets CUDA fuse other nodes: GGML_CUDA_DISABLE_FUSION=1 forbids it")
     llm = nested(kind, "draft-mtp" if kind == "headed" else "draft-eagle3")
     drafter, engine = inside(llm).drafting.drafters[0], inside(llm).session.engine
     drafts = noted(llm)

@@ -195,7 +195,7 @@ def test_devices_of_servers_have_names(servers: list[Server], llama: Any) -> Non
 
 def test_options_of_a_server_are_kept(servers: list[Server], llama: Any) -> None:
     """For who makes the same model again in another process."""
-    llm = llama(kvflash=512, rpc_servers=servers[0].endpoint, n_gpu_layers=-1)
+    llm = llama(kvflash=512, rpc_servers=servers[0].endpoint, n_gpu_layers=-1, tensor_split=[1.0])
     assert [device.name[:3] for device in inside(llm).session.engine.info.devices] == ["RPC"]
     assert llm.__getstate__()["rpc"] == [servers[0].endpoint]
     llm.close()

@@ -17,6 +17,8 @@ from support.servers import COMPUTE, Wire, running
 from kvflash_ggml.errors import DeviceLost, RemoteError, SnapshotError
 
 SETTINGS = {"n_ctx": 2048, "kvflash": 512, "n_batch": 64, "n_ubatch": 64}
+ALL_OF_IT = SETTINGS | {"n_gpu_layers": -1, "tensor_split": [1.0]}
+"""On one server, whatever GPU is here."""
 
 
 @pytest.fixture
@@ -102,7 +104,7 @@ def test_a_killed_server_is_an_error_and_the_text_goes_on_elsewhere(
 def test_what_was_not_read_in_time_is_not_kept(wires: Any, llama: Any, tokens: Any, tmp_path: Path) -> None:
     """The connection ends while pages are read: those that came as zeros are no part of what is left."""
     (wire,) = wires(1)
-    llm = llama(rpc=wire.endpoint, n_gpu_layers=-1, **SETTINGS)
+    llm = llama(rpc=wire.endpoint, **ALL_OF_IT)
     llm.eval(tokens[:640].tolist())
     session = inside(llm).session
     zeros = bytes(session.engine.info.page_bytes)
@@ -123,7 +125,7 @@ def test_what_was_not_read_in_time_is_not_kept(wires: Any, llama: Any, tokens: A
 def test_a_connection_that_ends_while_a_text_is_saved(wires: Any, llama: Any, tokens: Any, tmp_path: Path) -> None:
     """No file is left, and what is on this machine can be saved after it."""
     (wire,) = wires(1)
-    llm = llama("hybrid", rpc=wire.endpoint, n_gpu_layers=-1, **SETTINGS)
+    llm = llama("hybrid", rpc=wire.endpoint, **ALL_OF_IT)
     llm.eval(tokens[:1000].tolist())
     inside(llm).session.engine.synchronize()
     wire.cut = ["get"], 0  # recurrent state, and the chunk that is not sealed
@@ -144,9 +146,9 @@ def test_a_connection_that_ends_while_a_model_is_loaded(message: str, count: int
     (wire,) = wires(1)
     wire.cut = [message], count
     with pytest.raises((RemoteError, DeviceLost)):
-        llama(rpc=wire.endpoint, n_gpu_layers=-1, **SETTINGS)
+        llama(rpc=wire.endpoint, **ALL_OF_IT)
     wire.cut = None
-    llm = llama(rpc=wire.endpoint, n_gpu_layers=-1, **SETTINGS)
+    llm = llama(rpc=wire.endpoint, **ALL_OF_IT)
     llm.eval([1, 2, 3])
 
 
@@ -155,7 +157,7 @@ def test_a_stopped_server_is_lost_when_its_time_is_up(
 ) -> None:
     monkeypatch.setenv("KVFLASH_RPC_TIMEOUT", "1")
     (wire,) = wires(1)
-    llm = llama(rpc=wire.server.endpoint, n_gpu_layers=-1, **SETTINGS)
+    llm = llama(rpc=wire.server.endpoint, **ALL_OF_IT)
     with pytest.raises(SnapshotError, match="nothing of the text is on this machine"):
         llm.save_snapshot(tmp_path / "left.kvs", salvage=True)
     llm.eval(tokens[:640].tolist())
@@ -165,5 +167,5 @@ def test_a_stopped_server_is_lost_when_its_time_is_up(
     assert time.monotonic() - start < 60, "it would have waited for ever"
     wire.server.signal(signal.SIGCONT)
     llm.close()
-    again = llama(rpc=wire.server.endpoint, n_gpu_layers=-1, **SETTINGS)  # what is lost is the connection
+    again = llama(rpc=wire.server.endpoint, **ALL_OF_IT)  # what is lost is the connection
     again.eval(tokens[:64].tolist())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.harness import CHUNK, flat_queries, read_block, read_queries, row, same_bits
 from support.inside import inside
+from support.rounding import FUSES
 
 from kvflash_ggml.errors import EngineError, SnapshotError
 from kvflash_ggml.sequence.prefill import extend
@@ -121,7 +122,7 @@ def test_mask_plan_without_flash_attention(kind: str, bare: Any, tokens: Any) ->
 
 
 @pytest.mark.parametrize(("kind", "kv"), [("dense", 1), ("hybrid", 1), ("iswa", 1), ("dense", 8)])
-def test_query_capture(kind: str, kv: int, bare: Any, tokens: Any, fuses: bool) -> None:
+def test_query_capture(kind: str, kv: int, bare: Any, tokens: Any) -> None:
     """0004: the newest query rows of every pooled layer are kept, and nothing else changes."""
     rows, n = 32, 320
     one = bare(kind, pool=512, n_ctx=512, n_ubatch=96, query_rows=rows, type_kv=kv)
@@ -130,7 +131,7 @@ def test_query_capture(kind: str, kv: int, bare: Any, tokens: Any, fuses: bool) 
     extend(plain.session, tokens[:n])
     engine = one.session.engine
     assert engine.info.query_rows == rows
-    if fuses and kind == "iswa":  # the norm of a query that is kept is not computed with what follows: only rounding
+    if FUSES and kind == "iswa":  # the norm of a query that is kept is not computed with what follows: only rounding
         assert np.corrcoef(one.row(), plain.row())[0, 1] > 0.999
     else:
         assert same_bits(one.row(), plain.row()), "capture changes nothing else"

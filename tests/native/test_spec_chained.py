@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import MODELS
+from support.rounding import TIE
 
 from kvflash_ggml.arrays import Floats, Int32s
 from kvflash_ggml.sequence.prefill import LEFT_OVER, QUESTION_TOKENS, extend
+from kvflash_ggml.spec.draft import Draft
 
 FILES = {"mtp": MODELS / "mtp-recall-qwen35-q8_0.gguf", "eagle3": MODELS / "recall-eagle3-q8_0.gguf", "headed": None}
 TARGETS = {"mtp": "hybrid", "eagle3": "dense", "headed": "headed"}
@@ -87,9 +89,24 @@ def accepted(drafter: Any, text: Told) -> list[int]:
     return found
 
 
-def proposal(drafter: Any, text: Told, root: int, *, first: int = 0) -> list[int]:
+def draft(drafter: Any, text: Told, root: int, *, first: int = 0) -> Draft:
     drafter.observe(first, text.tokens[first:root], text.rows[first:root])
-    return drafter.propose(int(text.tokens[root]), MAX_DRAFT).tokens.tolist()
+    proposed: Draft = drafter.propose(int(text.tokens[root]), MAX_DRAFT)
+    return proposed
+
+
+def proposal(drafter: Any, text: Told, root: int, *, first: int = 0) -> list[int]:
+    return draft(drafter, text, root, first=first).tokens.tolist()
+
+
+def assert_same(found: Draft, wanted: Draft) -> None:
+    """The same tokens; on a GPU up to a near tie, since rows that come in other steps round otherwise."""
+    assert found.logp is not None
+    assert wanted.logp is not None
+    for mine, its, *logp in zip(found.tokens, wanted.tokens, found.logp, wanted.logp, strict=True):
+        if mine != its:
+            assert abs(logp[0] - logp[1]) < TIE.here, (found.tokens, wanted.tokens)
+            return
 
 
 def test_it_accepts_far_more_than_by_chance(beside: Any, tokens: Any, kind: str) -> None:
@@ -123,20 +140,20 @@ def test_a_cut_is_a_text_that_ends_there(beside: Any, tokens: Any, kind: str) ->
     one, make = beside(kind)
     text = told(one, make().wants, tokens[2000:2400], 8)
     for length in (text.prompt - QUESTION_TOKENS - LEFT_OVER, text.prompt - 20):
-        drafter, wanted = make(), proposal(make(), text, length)
+        drafter, wanted = make(), draft(make(), text, length)
         proposal(drafter, text, text.prompt)
         drafter.truncate(length)
-        assert drafter.propose(int(text.tokens[length]), MAX_DRAFT).tokens.tolist() == wanted
+        assert_same(drafter.propose(int(text.tokens[length]), MAX_DRAFT), wanted)
     # the same, told in the drafter's next rows
     proposal(drafter, text, text.prompt, first=length)
-    assert proposal(drafter, text, length, first=length - 3) == wanted
+    assert_same(draft(drafter, text, length, first=length - 3), wanted)
 
     drafter.truncate(length - 100)  # what was known there is not kept
     assert drafter.propose(int(text.tokens[length - 100]), MAX_DRAFT) is None
     assert len(proposal(drafter, text, length, first=length - 100)) == MAX_DRAFT
     drafter.truncate(0)
     assert drafter.propose(5, MAX_DRAFT) is None
-    assert proposal(drafter, text, length) == wanted
+    assert_same(draft(drafter, text, length), wanted)
 
 
 def test_without_rows_it_starts_anew(beside: Any, tokens: Any, kind: str) -> None:

@@ -29,7 +29,7 @@ CASES += [("latent heads", F16), ("uneven", F16)]
 
 
 @pytest.mark.parametrize(("kind", "kv"), CASES)
-def test_streamed_equals_stock(kind: str, kv: int, bare: Callable[..., Any], tokens: Any, fuses: bool) -> None:
+def test_streamed_equals_stock(kind: str, kv: int, bare: Callable[..., Any], tokens: Any) -> None:
     """A ragged text of more than three pools, then a few tokens, each attending to all of it."""
     size = {"n_ctx": N_CTX, "n_ubatch": 128, "type_kv": kv}
     prompt, rest = tokens[:1797] % 128, (tokens[1797:1801] % 128).tolist()
@@ -41,7 +41,7 @@ def test_streamed_equals_stock(kind: str, kv: int, bare: Callable[..., Any], tok
     assert session.engine.streamed_bytes > session.engine.info.page_bytes * 27
     assert session.whole[: session.length].all()
     full = bare(kind, pool=N_CTX, **size).logits_along(prompt, rest)
-    assert_same(rows, full, fuses=fuses)
+    assert_same(rows, full)
 
 
 def test_the_host_runs_ahead(bare: Callable[..., Any], tokens: Any) -> None:
@@ -57,7 +57,7 @@ STOCK = {"flash_attn": True, "swa_full": False}
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])
-def test_turns_and_cuts_equal_stock(kind: str, llama: Any, stock: Any, tokens: Any, fuses: bool) -> None:
+def test_turns_and_cuts_equal_stock(kind: str, llama: Any, stock: Any, tokens: Any) -> None:
     """Several turns of a conversation, and another end after a cut, with the default policy and the default reading."""
     size = {"n_ctx": N_CTX, "n_batch": 128, "n_ubatch": 128}
     settings = {"kvflash_policy": "qk", "kvflash_reading": "auto", "kvflash_answer": "exact"}
@@ -67,7 +67,7 @@ def test_turns_and_cuts_equal_stock(kind: str, llama: Any, stock: Any, tokens: A
     def go_on(text: Any) -> None:
         for llm in llms:
             llm.eval(text.tolist())
-        assert_same(*(row(llm) for llm in llms), fuses=fuses)
+        assert_same(*(row(llm) for llm in llms))
 
     assert ours.kvflash.reading == "exact"
     for start, end in ((0, 700), (700, 701), (701, 1100), (1100, 1105)):
@@ -110,7 +110,7 @@ def test_a_small_n_batch_streams_a_text_as_often_as_the_default(
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_a_text_that_lies_out_of_order_in_the_pool_equals_stock(
-    kind: str, bare: Callable[..., Any], tokens: Any, fuses: bool
+    kind: str, bare: Callable[..., Any], tokens: Any
 ) -> None:
     """All of it is resident, as after a cut of a longer one."""
     size = {"n_ctx": N_CTX, "n_ubatch": 128}
@@ -120,13 +120,13 @@ def test_a_text_that_lies_out_of_order_in_the_pool_equals_stock(
     for start, end in ((0, 64), (64, 192), (192, 300), (300, 301), (301, 302)):
         for one in (ours, full):
             extend(one.session, tokens[start:end])
-        assert_same(ours.row(), full.row(), fuses=fuses)
+        assert_same(ours.row(), full.row())
     assert ours.session.whole[:302].all()
     assert ours.session.streamed_steps == 4
 
 
 def test_a_text_of_a_smaller_pool_equals_stock_in_a_whole_one(
-    llama: Any, stock: Any, tokens: Any, fuses: bool, tmp_path: Path
+    llama: Any, stock: Any, tokens: Any, tmp_path: Path
 ) -> None:
     size = {"n_ctx": 1024, "n_batch": 128, "n_ubatch": 128}
     small, whole = llama(kvflash=POOL, kvflash_reading="exact", **size), llama(kvflash=1024, **size)
@@ -137,7 +137,7 @@ def test_a_text_of_a_smaller_pool_equals_stock_in_a_whole_one(
     whole.load_snapshot(tmp_path / "text.kvs")
     for llm in (whole, theirs):
         llm.eval(tokens[900:1000].tolist())
-    assert_same(row(whole), row(theirs), fuses=fuses)
+    assert_same(row(whole), row(theirs))
 
 
 def test_a_small_n_batch_counts_where_nothing_is_streamed(llama: Any, stock: Any, tokens: Any) -> None:

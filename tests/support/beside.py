@@ -14,6 +14,7 @@ from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.step import LAST
 from support.harness import Bare, Logits
 from support.integrity import check_table
+from support.rounding import LOGITS, near
 
 Make = Callable[..., Bare]
 
@@ -76,7 +77,7 @@ def answers(run: Bare, prompts: Sequence[Any], steps: int, script: Any) -> list[
 
 
 def alike(mine: Logits, its: Logits) -> bool:
-    return bool(np.abs(mine - its).max() <= 0.02 * np.abs(mine).max())
+    return near(its, mine, LOGITS)
 
 
 def spoil(engine: Any, block: int) -> None:

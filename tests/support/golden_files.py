@@ -16,12 +16,12 @@ from typing import Any
 from kvflash_ggml.config import SpecConfig
 
 from .harness import MODELS, TESTS, TEXT
+from .rounding import GPU_LAYERS
 
 GOLDEN = TESTS / "golden"
 ANSWER = "4820917"
 FACT = f"The access code for silver harbor is {ANSWER}."
 QUESTION = "Question: What is the access code for silver harbor?\nAnswer:"
-GPU_LAYERS = int(os.environ.get("KVFLASH_TEST_GPU_LAYERS", "0"))
 
 SETTINGS: dict[str, Any] = {
     "n_ctx": 1024, "n_batch": 256, "n_ubatch": 256, "n_threads": 1, "n_threads_batch": 1, "seed": 1, "verbose": False,

@@ -16,10 +16,12 @@ import numpy.typing as npt
 from kvflash_bench.shapes import SHAPES, write
 from kvflash_ggml.calibration.choice import Calibration, read
 from kvflash_ggml.sequence.prefill import extend
+from kvflash_ggml.sequence.scoring import DELAY
 from kvflash_ggml.snapshot.fingerprint import ModelFile
 from support.inside import inside
 
 from .integrity import check_table
+from .rounding import LAYOUT, LOGITS, ON_GPU, near
 
 TESTS = Path(__file__).resolve().parent.parent
 MODELS = TESTS / "models"
@@ -56,10 +58,9 @@ def same_bits(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
-def assert_same(ours: Logits, theirs: Logits, *, fuses: bool) -> None:
+def assert_same(ours: Logits, theirs: Logits) -> None:
     """The same bits; where other nodes may have been fused, up to rounding."""
-    far = np.abs(ours - theirs).max()
-    assert far <= 0.02 * np.abs(theirs).max() if fuses else same_bits(ours, theirs), f"the largest difference is {far}"
+    assert near(ours, theirs, LAYOUT), f"the largest difference is {np.abs(ours - theirs).max()}"
 
 
 Drawn = tuple[list[int], list[Logits]]
@@ -78,10 +79,9 @@ def drawn(llm: Any, prompt: list[int], count: int, **sampler: Any) -> Drawn:
 def assert_alike(one: Drawn, other: Drawn) -> None:
     """Up to rounding: at the first other token the two are as near as rounding brings them."""
     for a, b, mine, its in zip(one[0], other[0], one[1], other[1], strict=True):
-        near = 0.02 * np.abs(mine).max()
-        assert np.abs(mine - its).max() <= near
+        assert near(its, mine, LOGITS)
         if a != b:
-            assert abs(mine[a] - mine[b]) <= 2 * near
+            assert abs(mine[a] - mine[b]) <= 2 * LOGITS.here * np.abs(mine).max()
             break
 
 
@@ -95,6 +95,22 @@ def reach(llm: Any) -> None:
     llm.set_cache(None)
     with inside(llm).session.paging.heap.lease(()):
         pass
+
+
+def looks(session: Any, tokens: int) -> int:
+    """How often chunks are scored in an answer of so many tokens.
+
+    Beside a device a look is used DELAY tokens later, and none is asked for meanwhile.
+    """
+    interval = session.scoring.selection.interval
+    period = max(interval, DELAY + 1) if session.engine.info.asynchronous else interval
+    return 0 if tokens < interval else 1 + (tokens - interval) // period
+
+
+def wait_for_scorer(session: Any) -> None:
+    """Beside a device a scorer has a thread of its own: until everything is done that it was asked for."""
+    for worker in session.scoring.workers:
+        worker.submit(lambda: None).result()
 
 
 def check(llm: Any) -> None:
@@ -113,6 +129,13 @@ def check(llm: Any) -> None:
     for block in set(range(session.table.blocks.count)) - resident:
         assert (held[block * CHUNK : (block + 1) * CHUNK] == -1).all()
         assert (session.mask.slot_pos[block * CHUNK : (block + 1) * CHUNK] == -1).all()
+
+
+def check_device_bytes(llm: Any, slots: int) -> None:
+    """K and V of the pool; on a GPU also a staging area of up to eight pages."""
+    page = llm.kvflash.page_bytes
+    staging = llm.kvflash.device_bytes - slots // CHUNK * page
+    assert 0 <= staging <= (8 * page + 4096 if ON_GPU else 0)
 
 
 def read_block(session: Any, block: int) -> bytes:

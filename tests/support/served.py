@@ -14,6 +14,8 @@ import numpy as np
 from kvflash_ggml.batching.messages import Event, Failed, Finished, Piece, Request, Sampling
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
 
+from .rounding import LOGPROB, ON_GPU
+
 GREEDY = Sampling(temperature=0.0)
 _numbers = count()
 
@@ -90,7 +92,7 @@ def served(llm: Any, limits: Limits | None = None) -> Iterator[Scheduler]:
 
 def assert_alike(mine: Asked, its: Asked, least: int = 0) -> None:
     """The same tokens; where rounding may choose the other one of two that are nearly as likely, up to there, but the
-    `least` first ones.
+    `least` first ones. A GPU rounds so much more that ties come sooner, and that a sampled draw may be another.
     """
     end, its_end = mine.wait(), its.wait()
     assert isinstance(end, Finished), end
@@ -101,7 +103,11 @@ def assert_alike(mine: Asked, its: Asked, least: int = 0) -> None:
     assert len(end.tokens) == len(its_end.tokens) == len(rows[0]) == len(rows[1])
     for place, (one, other) in enumerate(zip(*rows, strict=True)):
         if one.token != other.token:
-            assert place >= least, "so many tokens were the same"
-            assert abs(other.top[0][2] - other.top[1][2]) < 0.05
+            assert place >= (min(least, 1) if ON_GPU else least), "so many tokens were the same"
+            if ON_GPU and mine.request.sampling.temperature > 0:
+                near = {token: logprob for token, _, logprob in one.top}
+                assert all(abs(near[token] - logp) < LOGPROB.here for token, _, logp in other.top if token in near)
+            else:
+                assert abs(other.top[0][2] - other.top[1][2]) < LOGPROB.here
             return
-        assert abs(one.logprob - other.logprob) < 0.05
+        assert abs(one.logprob - other.logprob) < LOGPROB.here
