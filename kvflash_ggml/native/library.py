@@ -89,6 +89,9 @@ def _load() -> None:
     _open(folder / f"{_PREFIX}kvf_chat{_SUFFIX}")
     _point_llama_cpp_at(folder)
     llama_cpp = _import_llama_cpp(libllama)
+    log = logging.getLogger("llama-cpp-python")
+    if log.level == logging.NOTSET:  # until a Llama says `verbose` all is printed, and CUDA tells its devices
+        log.setLevel(logging.ERROR)
     try:
         trial.load_backends(ctypes.CDLL(str(libllama)), files)
     except OSError as error:
