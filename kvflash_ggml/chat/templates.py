@@ -25,7 +25,7 @@ from .words import (
 )
 
 KEPT = 16
-"""Renderings that are kept: a request is often sent again, or counted before it is sent."""
+"""Renderings that are kept, each for its salt: a request is often sent again, or counted before it is sent."""
 
 MOST_OPEN = 128
 """Brackets open at once in an answer that has begun, where a grammar holds all of it. To read them takes the cube of
@@ -64,18 +64,18 @@ class ChatTemplate:
                 request = replace(request, messages=one_call_a_turn(request.messages))
         if not self.caps["supports_tools"]:
             request = replace(request, messages=in_words(request.messages, tools, calls=True))
-        whole = self._rendered(_written(request, tools))
+        whole = self._rendered(_written(request, tools), request.salt)
         if request.named is None:
             return whole
         # the prompt has all tools, the answer calls one
         named = [tool for tool in tools if tool["function"]["name"] == request.named]
-        return replace(self._rendered(_written(request, named)), prompt=whole.prompt)
+        return replace(self._rendered(_written(request, named), request.salt), prompt=whole.prompt)
 
     @cached_property
     def _pythonic(self) -> bool:
         """Whether calls belong into the content: LFM2's templates describe tools, and leave calls out."""
         hello = ChatInput(messages=[{"role": "user", "content": ""}])
-        return self.caps["supports_tools"] and PYTHONIC in self._rendered(_written(hello, ())).preserved
+        return self.caps["supports_tools"] and PYTHONIC in self._rendered(_written(hello, ()), "").preserved
 
     @cached_property
     def _calls_or_text(self) -> bool:
@@ -87,7 +87,7 @@ class ChatTemplate:
             reply = {"role": "tool", "tool_call_id": "abcdefghi", "name": "clock", "content": "noon"}
             chat = ChatInput(messages=[{"role": "user", "content": "When?"}, turn, reply])
             try:
-                prompts.add(self._rendered(_written(chat, ())).prompt)
+                prompts.add(self._rendered(_written(chat, ()), "").prompt)
             except ConfigError:
                 return False  # which says what it refuses when it is asked
         return len(prompts) == 1
@@ -95,7 +95,7 @@ class ChatTemplate:
     def _in_words(self, request: ChatInput, tools: Sequence[Mapping[str, Any]]) -> Rendered:
         """Render for a template without calls: a message describes the tools and the form of their calls."""
         messages = in_words(request.messages, tools, calls=False)
-        whole = self._rendered(_written(replace(request, messages=messages, named=None), ()))
+        whole = self._rendered(_written(replace(request, messages=messages, named=None), ()), request.salt)
         if not tools:
             return whole
         empty = [{"role": "user", "content": ""}]
@@ -112,7 +112,7 @@ class ChatTemplate:
                 raise ConfigError(f"the chat template refuses these messages: {str(err)[:300]}") from err
         return self._native({**given, "messages": joined})
 
-    def _render(self, request: str) -> Rendered:
+    def _render(self, request: str, salt: str) -> Rendered:
         given = json.loads(request)
         found, parser = self._native(given)
         if given["continued"] and found["grammar"] and not found["lazy"]:

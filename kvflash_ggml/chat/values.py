@@ -17,7 +17,8 @@ class ChatInput:
     messages: with `role`, `content` (a text), `tool_calls`, `tool_call_id`, `reasoning_content`. tools: as
     `{"type": "function", "function": {"name", "description", "parameters"}}`. choice: must the model call one?
     named: the one tool that it must call. parallel: may it call several, None if the template knows. kwargs: further
-    names for the template. continued: the last message is an answer that is gone on with.
+    names for the template. continued: the last message is an answer that is gone on with. salt: a rendering that is
+    kept is for chats of the same salt.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -29,6 +30,7 @@ class ChatInput:
     enable_thinking: bool | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     continued: bool = False
+    salt: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import threading
 import weakref
 from collections import OrderedDict
@@ -64,10 +63,11 @@ class Image:
     freed: Callable[[], object]
 
     def __init__(
-        self, reader: ImageReader, data: bytes, limits: Limits, told: _Told, parts: list[_Part], rows: list[Floats]
-    ) -> None:
+        self, split: Callable[[], tuple[_Told, list[_Part]]], encoder: vision.Encoder, told: _Told, parts: list[_Part],
+        rows: list[Floats],
+    ) -> None:  # fmt: skip
         self.tokens = told.tokens
-        self._reader, self._data, self._limits, self._media = reader, data, limits, told.parts
+        self._split, self._encoder, self._media = split, encoder, told.parts
         self._parts, self._left, self._rows = parts, len(told.parts), rows
 
     def load(self) -> None:
@@ -76,14 +76,14 @@ class Image:
         """
         image = weakref.ref(self)
         for i, medium in enumerate(self._media):
-            self._reader.encoder.media.expect(medium, partial(_encoded, image, i))
+            self._encoder.media.expect(medium, partial(_encoded, image, i))
 
     def encode(self, i: int) -> Floats:
         """The embeddings of a part. DecodeError if its encoder fails."""
         if self._rows:
             return self._rows[i]
-        parts = self._parts or self._reader.split(self._data, self._limits)[1]  # dropped since it was read
-        made = self._reader.encoder.encode(parts[i].chunk, len(self._media[i].numbers))
+        parts = self._parts or self._split()[1]  # dropped since it was read
+        made = self._encoder.encode(parts[i].chunk, len(self._media[i].numbers))
         self._left -= 1
         if self._left <= 0:  # its pixels are of no further use
             self._parts = []
@@ -102,16 +102,17 @@ class ImageReader:
     def __init__(self, llm: Any) -> None:
         self.encoder = vision.Encoder(llm)
         self._held = self._lent = 0
-        self._known: OrderedDict[bytes, _Told] = OrderedDict()
+        self._known: OrderedDict[str, _Told] = OrderedDict()
         self._lock = threading.RLock()  # the garbage collector may let one go that reads another
 
-    def read(self, data: bytes, limits: Limits) -> Image:
-        """The image or the sound in a file, from any thread.
+    def read(self, data: bytes, limits: Limits, salt: str = "") -> Image:
+        """The image or the sound in a file, from any thread. salt: what is kept of it is for requests of the same salt.
 
         ConfigError for a file that is none or is too large, however hostile it is, for one that the projector does not
         take, and for one that a pool cannot place. HostMemoryError while requests hold too many.
         """
-        name = hashlib.sha256(data).digest()
+        name = vision.name_of(data, salt)
+        split = partial(self.split, data, limits, name)
         with self._lock:
             told = self._known.get(name)
         parts: list[_Part] = []
@@ -119,7 +120,7 @@ class ImageReader:
         rows = [found for found in kept if found is not None]
         if told is None or len(rows) < len(kept):
             rows = []
-            told, parts = self.split(data, limits)  # here, and not where all requests wait for it
+            told, parts = split()  # here, and not where all requests wait for it
         size, lent = len(data) + _EACH * len(told.tokens) * bool(parts), sum(found.nbytes for found in rows)
         with self._lock:
             self._known[name] = told
@@ -135,7 +136,7 @@ class ImageReader:
                 rows, lent = [], 0
             self._held += size
             self._lent += lent
-        image = Image(self, data, limits, told, parts, rows)
+        image = Image(split, self.encoder, told, parts, rows)
         weakref.finalize(image, self._let_go, len(data), lent)
         image.freed = weakref.finalize(image, self._let_go, size - len(data))  # is called once
         return image
@@ -145,11 +146,11 @@ class ImageReader:
             self._held -= size
             self._lent -= lent
 
-    def split(self, data: bytes, limits: Limits) -> tuple[_Told, list[_Part]]:
-        """What stands for an image or a sound, and its parts to encode. Raises as `read`."""
+    def split(self, data: bytes, limits: Limits, name: str) -> tuple[_Told, list[_Part]]:
+        """What stands for an image or a sound of this name, and its parts to encode. Raises as `read`."""
         encoder = self.encoder
         mtmd, context = encoder.mtmd, encoder.context
-        bitmap = encoder.bitmap(data, limits)
+        bitmap = encoder.bitmap(data, limits, name)
         try:
             chunks = mtmd.mtmd_input_chunks_init()
             owner = _Chunks(mtmd, chunks)

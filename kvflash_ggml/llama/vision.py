@@ -146,6 +146,12 @@ def answer(llm: Any, *args: Any, **settings: Any) -> Any:
     return llama_cpp.Llama.create_chat_completion(seat, *args, **settings)
 
 
+def name_of(data: bytes, salt: str = "") -> str:
+    """Name a file by its bytes and the salt of its request: nothing that is kept of it is shared between salts."""
+    name = hashlib.sha256(data).hexdigest()
+    return hashlib.sha256((name + salt).encode()).hexdigest() if salt else name
+
+
 class Encoder:
     """A model's projector: what media become in its pool. llm: a `Llama` with one of the `HANDLERS` and a pool.
 
@@ -177,8 +183,8 @@ class Encoder:
         self._width = pool.engine.info.n_embd
         self._alibi, self._step = pool.engine.info.alibi, min(pool.n_ubatch, sequence.n_batch)
 
-    def bitmap(self, data: bytes, limits: Limits | None = None) -> Any:
-        """A file as a bitmap of libmtmd, to be freed. It is named by its bytes, and its chunks will be by it.
+    def bitmap(self, data: bytes, limits: Limits | None = None, name: str | None = None) -> Any:
+        """A file as a bitmap of libmtmd, to be freed. name: of its chunks, see `name_of`; None: by its bytes alone.
 
         ConfigError for a file that cannot be read or is too large, however hostile it is, and for one of a kind that
         the projector does not take.
@@ -195,7 +201,7 @@ class Encoder:
             bitmap = mtmd.mtmd_bitmap_init_from_audio(found.count, _array(ctypes.c_float, found.data))
         else:
             bitmap = mtmd.mtmd_bitmap_init(found.width, found.height, _array(ctypes.c_uint8, found.data))
-        mtmd.mtmd_bitmap_set_id(bitmap, hashlib.sha256(data).hexdigest().encode())
+        mtmd.mtmd_bitmap_set_id(bitmap, (name or name_of(data)).encode())
         return bitmap
 
     def medium(self, chunk: Any, part: int) -> Medium:

@@ -113,7 +113,7 @@ async def _prompt(
     front: Front, http: HttpRequest, asked: ChatRequest
 ) -> tuple[Rendered, list[int], int, tuple[Image, ...]]:
     """The chat as a prompt; its tokens; how many of them are the system message's; and its images."""
-    images = Images(front)
+    images = Images(front, front.salt(http, asked))
     rendered = await front.work(http, _rendered, front, asked, images)
     await images.fetch(http)
     return rendered, *await front.work(http, _tokens, front, asked, rendered.prompt, images)
@@ -123,7 +123,7 @@ def _rendered(front: Front, asked: ChatRequest, images: Images) -> Rendered:
     formatted = _formatted(asked)
     rendered = front.prompts.chat(_input(asked, images, formatted=formatted))
     if rendered.grammar is not None and not formatted:
-        front.prompts.check_grammar(rendered.grammar)
+        front.prompts.check_grammar(rendered.grammar, images.salt)
     return rendered
 
 
@@ -132,9 +132,9 @@ def _tokens(front: Front, asked: ChatRequest, prompt: str, images: Images) -> tu
     return tokens, _system_end(front, asked.messages, prompt, tokens), seen
 
 
-def render(front: Front, asked: TemplateRequest) -> str:
+def render(front: Front, http: HttpRequest, asked: TemplateRequest) -> str:
     """The text of a chat, with llama.cpp's mark for an image. ApiError for content that cannot be read."""
-    return front.prompts.chat(_input(asked, Images(front))).prompt.replace(MARK, "<__media__>")
+    return front.prompts.chat(_input(asked, Images(front, front.salt(http, asked)))).prompt.replace(MARK, "<__media__>")
 
 
 RENDERER = frozenset(
@@ -168,7 +168,9 @@ def _input(asked: TemplateRequest, images: Images, *, formatted: bool = False) -
         thinking = False if thinking is None else thinking
     elif effort is not None:
         more.setdefault("reasoning_effort", effort)
-    given = ChatInput(messages=messages, tools=tools, enable_thinking=thinking, kwargs=more, continued=continued)
+    given = ChatInput(
+        messages=messages, tools=tools, enable_thinking=thinking, kwargs=more, continued=continued, salt=images.salt
+    )
     return _answered(given, asked, formatted=formatted) if isinstance(asked, ChatRequest) else given
 
 

@@ -27,7 +27,7 @@ from .errors import ApiError, invalid
 from .exchange import Answer, EventStream, LongJSON, collected, submitted, whole
 from .intake import KEY, TAKEN, Intake
 from .prompts import Prompts
-from .schema import SAMPLERS, ChatRequest, _Sampled, parse, text_of_content
+from .schema import SAMPLERS, ChatRequest, PoolFields, TemplateRequest, _Sampled, parse, text_of_content
 from .settings import ServerSettings
 from .speed import Speed
 from .usage import preview_header, together
@@ -142,6 +142,11 @@ class Front(Intake):
         settings = self.settings
         return Access.of(request.scope.get(KEY, "")) if settings.isolate_keys and settings.keys else Access()
 
+    def salt(self, http: HttpRequest, asked: TemplateRequest | _Sampled) -> str:
+        """Return the salt of what is kept of a request: its text, rendered chat, images and sounds, and grammar."""
+        pool = asked.kvflash if isinstance(asked, _Sampled) else PoolFields.model_construct()
+        return self.access(http).salt(pool.cache_salt)
+
     def make(
         self,
         http: HttpRequest,
@@ -202,7 +207,7 @@ class Front(Intake):
             ignore_eos=asked.ignore_eos,
             logprobs=logprobs,
             conversation=pool.conversation,
-            salt=self.access(http).salt(pool.cache_salt),
+            salt=self.salt(http, asked),
             key=key,
             priority=pool.priority,
             timeout_s=settings.timeout_s,
@@ -248,14 +253,14 @@ class Front(Intake):
             return None
         if text is not None and (schema is not None or any_json):
             raise invalid("grammar", "it excludes a JSON format")
-        return await self.work(http, self._grammar, text, schema)
+        return await self.work(http, self._grammar, text, schema, self.salt(http, asked))
 
-    def _grammar(self, text: str | None, schema: dict[str, Any] | None) -> str:
+    def _grammar(self, text: str | None, schema: dict[str, Any] | None, salt: str) -> str:
         if schema is not None:
             schemas.check(schema, "response_format")
         grammar = self.prompts.schema_grammar(schema) if text is None else text
         try:
-            self.prompts.check_grammar(grammar)
+            self.prompts.check_grammar(grammar, salt)
         except ConfigError as err:
             if text is not None:
                 raise

@@ -42,10 +42,10 @@ def data_url(kind: Any, data: Any) -> str:
 
 
 class Images:
-    """The images and sounds of one request, in the order of its messages."""
+    """The images and sounds of one request, in the order of its messages. salt: of the request."""
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self, front: Front, salt: str) -> None:
+        self._front, self.salt = front, salt
         self._files: list[tuple[str, str, bytes]] = []  # where each stands in the request, and its kind
         self._urls: dict[int, str] = {}  # of files that are not fetched yet
 
@@ -148,7 +148,7 @@ class Images:
         limits = Limits(settings.max_image_pixels, settings.max_audio_seconds)
         for (where, kind, data), text in zip(self._files, texts, strict=True):
             try:
-                image = prompts.see(data, limits)
+                image = prompts.see(data, limits, self.salt)
             except ConfigError as err:
                 raise ApiError(400, f"{where}: {err}", code=f"invalid_{kind}", param=where) from None
             except HostMemoryError as err:

@@ -111,11 +111,11 @@ def _detokenized(front: Front, asked: DetokenizeRequest) -> Response:
 
 
 async def apply_template(front: Front, http: HttpRequest) -> Response:
-    return await front.work(http, _templated, front, await front.asked(http, TemplateRequest))
+    return await front.work(http, _templated, front, http, await front.asked(http, TemplateRequest))
 
 
-def _templated(front: Front, asked: TemplateRequest) -> Response:
-    return JSONResponse({"prompt": render(front, asked)})
+def _templated(front: Front, http: HttpRequest, asked: TemplateRequest) -> Response:
+    return JSONResponse({"prompt": render(front, http, asked)})
 
 
 async def completion(front: Front, http: HttpRequest) -> Response:

@@ -44,8 +44,11 @@ class Prompts(Protocol):
     sees: bool
     hears: bool
 
-    def see(self, data: bytes, limits: Limits) -> Image:
-        """The image or sound in a file. ConfigError if it cannot be read, HostMemoryError while too many wait."""
+    def see(self, data: bytes, limits: Limits, salt: str) -> Image:
+        """The image or sound in a file. salt: only requests of the same salt use what is kept of it.
+
+        ConfigError if it cannot be read, HostMemoryError while too many wait.
+        """
         ...
 
     def chat(self, asked: ChatInput) -> Rendered:
@@ -70,7 +73,9 @@ class Prompts(Protocol):
         """Tokens that mark a gap to fill, by the names of `GAP`; none if the model has not all that it takes."""
         ...
 
-    def check_grammar(self, grammar: Grammar | str) -> None: ...
+    def check_grammar(self, grammar: Grammar | str, salt: str) -> None:
+        """salt: a grammar is known to be sound to requests of the same salt, and checked for others."""
+        ...
 
     def schema_grammar(self, schema: dict[str, Any] | None) -> str:
         """The grammar of JSON values that a schema allows, None for any object."""
@@ -123,9 +128,9 @@ class LlamaPrompts:
     def n_vocab(self) -> int:
         return self._llm.n_vocab()
 
-    def see(self, data: bytes, limits: Limits) -> Image:
+    def see(self, data: bytes, limits: Limits, salt: str) -> Image:
         assert self._images is not None
-        return self._images.read(data, limits)
+        return self._images.read(data, limits, salt)
 
     def chat(self, asked: ChatInput) -> Rendered:
         if self._chat is None:
@@ -171,10 +176,10 @@ class LlamaPrompts:
             piece = self._pieces[token] = vocabulary.piece(self._model.vocab, token, special=True)
         return piece
 
-    def check_grammar(self, grammar: Grammar | str) -> None:
-        self._checked(grammar)
+    def check_grammar(self, grammar: Grammar | str, salt: str) -> None:
+        self._checked(grammar, salt)
 
-    def _check_grammar(self, grammar: Grammar | str) -> None:
+    def _check_grammar(self, grammar: Grammar | str, salt: str) -> None:
         import llama_cpp
 
         from ..llama.samplers import sampler_of

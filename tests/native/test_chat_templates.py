@@ -9,6 +9,7 @@ import resource
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from support.families import template as upstreams
 from kvflash_ggml.chat.templates import MOST_OPEN, ChatTemplate
 from kvflash_ggml.chat.values import ChatInput
 from kvflash_ggml.errors import ConfigError
+from kvflash_ggml.native import chat as native
 
 HELLO = ChatInput(messages=[{"role": "user", "content": "hi"}])
 
@@ -360,3 +362,14 @@ def test_a_template_that_wants_an_answer_behind_each_result(name: str) -> None:
     assert prompt.index("noon") < prompt.index("so?")
     with pytest.raises(ConfigError, match="refuses"):
         template.render(ChatInput(messages=[SAID[0], SAID[3]]))
+
+
+def test_a_rendering_is_kept_for_its_salt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    stock = native.render
+    monkeypatch.setattr(native, "render", lambda *args: (made.append(""), stock(*args))[1])
+    for template in (ChatTemplate("chatml"), ChatTemplate(CALLING)):
+        made.clear()
+        for count, salt in ((1, ""), (1, ""), (2, "a"), (2, "a"), (3, "b")):
+            template.render(replace(HELLO, salt=salt))
+            assert len(made) == count

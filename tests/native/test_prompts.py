@@ -16,6 +16,7 @@ from support.harness import TEXT
 
 from kvflash_ggml.errors import ConfigError, ContextFull
 from kvflash_ggml.gguf.reader import Field
+from kvflash_ggml.llama import samplers
 from kvflash_ggml.server.prompts import MOST_BYTES, MOST_MARKS, LlamaPrompts
 
 NAMES = "tokenizer.ggml.tokens"
@@ -148,3 +149,12 @@ def test_tokens_around_a_gap(models: dict[str, Path], loaded: None) -> None:
         llm = Llama(str(models["dense"]), n_ctx=512, verbose=False, kv_overrides=overrides)
         assert LlamaPrompts(llm).gap == wanted
         llm.close()
+
+
+def test_a_grammar_is_known_to_be_sound_to_its_salt_alone(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, made = LlamaPrompts(llama(kvflash=512)), []
+    stock = samplers.sampler_of
+    monkeypatch.setattr(samplers, "sampler_of", lambda *args: (made.append(1), stock(*args))[1])
+    for count, salt in ((1, ""), (1, ""), (2, "a"), (2, "a"), (3, "b")):
+        prompts.check_grammar("root ::= [a-z]", salt)
+        assert len(made) == count

@@ -344,3 +344,27 @@ def test_a_photo_is_read(projector: Path) -> None:
         return chat.prompts[0]
 
     assert serving(projector, work) > ROWS
+
+
+def test_an_image_is_kept_for_its_salt_alone(
+    projector: Path, encoded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what stands for it nor its embeddings: the time would tell who has sent it."""
+    from kvflash_ggml.llama import image_reader
+
+    stock, decoded = files.decode, []
+    monkeypatch.setattr(files, "decode", lambda *args, **more: (decoded.append(1), stock(*args, **more))[1])
+    red = base64.b64decode(RED.partition(",")[2])
+    config = KVFlashConfig(pool=2048, calibrate=False)
+    with closing(Llama(str(MODEL), kvflash=config, mmproj=projector, logits_all=True, **SIZE)) as llm:
+        reader = image_reader.ImageReader(llm)
+        scores = []
+        for count, salt in ((1, ""), (1, ""), (2, "a"), (2, "a"), (3, "b")):
+            image = reader.read(red, files.Limits(), salt)
+            reader.encoder.media.begin()
+            image.load()
+            llm.reset()
+            llm.eval(image.tokens)
+            scores.append(llm.scores[: llm.n_tokens].copy())
+            assert len(decoded) == len(encoded) == count
+        assert all(np.array_equal(one, scores[0]) for one in scores)

@@ -329,7 +329,7 @@ class FakeImage:
 
 @dataclass
 class FakePrompts:
-    """Renders a chat as `role: content` lines."""
+    """Renders a chat as `role: content` lines. salts: of chats, images and grammars, whose results would be kept."""
 
     template: str | None = TEMPLATE
     sees: bool = False
@@ -338,12 +338,14 @@ class FakePrompts:
     limits: Limits | None = None
     rendered: list[list[dict[str, Any]]] = field(default_factory=list)
     gap: dict[str, int] = field(default_factory=dict)
+    salts: list[str] = field(default_factory=list)
 
     @property
     def n_vocab(self) -> int:
         return 257
 
     def chat(self, asked: ChatInput) -> Rendered:
+        self.salts.append(asked.salt)
         if self.template is None:
             raise ConfigError("no chat template")
         tools = [] if asked.choice == "none" else asked.tools
@@ -365,8 +367,9 @@ class FakePrompts:
     def preserved(self, texts: Sequence[str]) -> dict[int, bytes]:
         return {}
 
-    def see(self, data: bytes, limits: Limits) -> FakeImage:
+    def see(self, data: bytes, limits: Limits, salt: str) -> FakeImage:
         """An image or a sound of as many rows as its file has bytes."""
+        self.salts.append(salt)
         if data == b"bad":
             raise ConfigError("an image of 3 bytes cannot be decoded")
         self.seen.append(data)
@@ -379,7 +382,8 @@ class FakePrompts:
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         return bytes(t for t in tokens if t < 256)
 
-    def check_grammar(self, grammar: Grammar | str) -> None:
+    def check_grammar(self, grammar: Grammar | str, salt: str) -> None:
+        self.salts.append(salt)
         if "root" not in (grammar if isinstance(grammar, str) else grammar.text):
             raise ConfigError("the grammar has no root")
 

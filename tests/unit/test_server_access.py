@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 from support.asgi import Client, Reply
-from support.fake_model import FakeModel
+from support.fake_model import FakeModel, FakePrompts
 from support.fake_server import Server
 
 from kvflash_ggml.errors import HostMemoryError
@@ -431,3 +431,55 @@ def test_what_is_logged_of_a_hostile_request(caplog: pytest.LogCaptureFixture) -
         assert one.isprintable()
         assert len(one) < 2000
         assert "SECRET" not in one
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}}
+TOOLS = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
+
+KEEPING: list[tuple[Asked, int]] = [
+    (("/v1/chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}), 2),
+    (("/v1/chat/completions", MESSAGES | {"tools": TOOLS, "tool_choice": "required"}), 2),
+    (("/v1/chat/completions", MESSAGES | {"response_format": {"type": "json_object"}}), 2),
+    (("/v1/chat/completions/input_tokens", MESSAGES), 1),
+    (("/v1/completions", PROMPT | {"grammar": "root ::= [a-z]"}), 1),
+    (("/completion", PROMPT | {"json_schema": {"type": "object"}}), 1),
+    (("/v1/messages", MESSAGES), 1),
+    (("/v1/messages/count_tokens", MESSAGES), 1),
+    (("/v1/responses", {"input": TEXT}), 1),
+    (("/api/chat", MESSAGES), 1),
+    (("/apply-template", MESSAGES), 1),
+]
+"""What has a rendered chat, an image or a grammar, and how many of them: results that are kept, or may be."""
+
+
+@pytest.mark.parametrize(("one", "count"), KEEPING, ids=[f"{path} {list(body)[-1]}" for (path, body), _ in KEEPING])
+def test_what_is_kept_of_a_request_is_its_keys_alone(one: Asked, count: int) -> None:
+    """The time of a request would tell another key that somebody has sent the same."""
+    path, body = one
+
+    async def work(client: Client) -> list[list[str]]:
+        found = []
+        for key in ("one", "two"):
+            assert (await client.post(path, body, x_api_key=key)).status == 200
+            found.append(prompts.salts.copy())
+            prompts.salts.clear()
+        return found
+
+    for isolate in (True, False):
+        prompts = FakePrompts(sees=True)
+        mine, theirs = Server(FakeModel(), prompts, keys=KEYS, isolate_keys=isolate).run(work)
+        assert len(mine) == len(theirs) >= count
+        assert len(set(mine)) == len(set(theirs)) == 1
+        assert (mine[0] != theirs[0]) == isolate
+        assert bool(mine[0]) == isolate
+
+
+def test_a_cache_salt_keeps_renderings_apart() -> None:
+    async def work(client: Client) -> None:
+        for salt in ("a", "b"):
+            reply = await client.post("/v1/chat/completions", MESSAGES | {"kvflash": {"cache_salt": salt}})
+            assert reply.status == 200
+
+    prompts = FakePrompts()
+    Server(prompts=prompts).run(work)
+    assert len(set(prompts.salts)) == len(prompts.salts) == 2
