@@ -174,8 +174,8 @@ def test_conversations_with_images_are_put_aside_and_resumed(
     first = serving(projector, in_turns, folder=tmp_path, **small)
     second = serving(projector, later, folder=tmp_path, **small)
     for found, its in zip(zip(first, second, strict=True), wanted, strict=True):
-        for mine, alone_ in zip(found, its, strict=True):
-            assert_same(mine, alone_)
+        for mine, alone_one in zip(found, its, strict=True):
+            assert_same(mine, alone_one)
     assert len(encoded) == 4, "what the pages of a conversation hold is not encoded again"
     for chat in chats:
         assert chat.prompts[0] > ROWS + 256
@@ -194,8 +194,10 @@ def test_answers_that_are_decoded_together_have_their_own_images(projector: Path
 
     wanted = serving(projector, one_by_one)
     for mine, its in zip(serving(projector, together, parallel=4, pool=4096), wanted, strict=True):
-        assert mine[0] == its[0] or ON_GPU
-        assert not ON_GPU or assert_same(mine, its) is None
+        if ON_GPU:
+            assert_same(mine, its)
+        else:  # beside others the logarithms are rounded otherwise
+            assert mine[0] == its[0]
     assert len({text for text, _ in wanted}) > 1 or ON_GPU
 
 
