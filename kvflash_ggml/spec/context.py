@@ -15,7 +15,7 @@ from ..arrays import Floats, Int32s
 from ..config import SPEC_DEFAULT_WINDOW, SPEC_WINDOW
 from ..constants import round_up
 from ..drafter.model import same_vocabulary
-from ..errors import ConfigError, ConversionError, HostMemoryError
+from ..errors import ConfigError, ConversionError, HostMemoryError, NotFinite
 from ..native import contexts
 from .base import Target
 
@@ -152,8 +152,15 @@ class DraftContext:
         return contexts.draft_states(self._context, count, self._n_state)
 
     def top(self, rows: contexts.Rows, k: int) -> tuple[Int32s, Floats]:
-        """Return `native.contexts.top` of rows of the last run. DecodeError if a row is not finite."""
-        return contexts.top(self._context, rows, k)
+        """Return `native.contexts.top` of rows of the last run. NotFinite, and nothing is held, if a row is not
+        finite.
+        """
+        try:
+            return contexts.top(self._context, rows, k)
+        except NotFinite:
+            llama_cpp.llama_memory_clear(self._memory, True)  # hidden rows would spoil the next steps
+            self.first = self.end
+            raise
 
     def truncate(self, length: int) -> None:
         """Forget the positions from `length` on."""

@@ -9,7 +9,7 @@ from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from ..arrays import Floats, Int32s
-from ..errors import DraftError, SnapshotError
+from ..errors import DraftError, NotFinite, SnapshotError
 from ..state.session import SavedDraft
 from .base import Drafter, FeatureRows, Remembering, Sometimes
 from .draft import Draft, checked
@@ -128,7 +128,8 @@ class GuardedDrafter:
     def propose(self, root: int, limit: int, *, n_vocab: int, ends: Collection[int]) -> Draft | None:
         """Return a draft of at most `limit` tokens that can be verified; None for nothing.
 
-        DraftError if the proposal cannot be verified. After MAX_BAD in a row, or another error, it is not asked again.
+        DraftError if the proposal cannot be verified, or its values are not finite. After MAX_BAD in a row, or another
+        error, it is not asked again.
         """
         try:
             proposed = self.drafter.propose(root, limit)
@@ -137,11 +138,11 @@ class GuardedDrafter:
             if not isinstance(proposed, Draft):
                 raise DraftError(f"{self.name}: {proposed!r:.100} is no draft")
             draft = checked(replace(proposed, source=self.name), n_vocab=n_vocab, max_tokens=limit, ends=ends)
-        except DraftError as err:
+        except (DraftError, NotFinite) as err:  # values that are not finite are of this text, and others follow
             self.bad += 1
             if self.failed:
                 self._disable(str(err))
-            raise
+            raise DraftError(str(err)) from err
         except Exception as err:  # a drafter may be anybody's code, and the text does not depend on it
             self._disable(f"{type(err).__name__}: {err}")
             raise DraftError(self.why) from err

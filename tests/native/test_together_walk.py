@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.beside import SHARE, Make, check, decode, logits_of, make, spoil
+from support.beside import SHARE, Make, all_finite, check, decode, logits_of, make, spoil, spread
 from support.harness import Bare
 
 from kvflash_ggml.constants import CHUNK
@@ -21,10 +21,14 @@ LONGEST = 900
 
 
 class Walk:
-    """Actions, each followed by a look at every slot, table and mask row. known: the tokens of each text."""
+    """Actions, each followed by a look at every slot, table and mask row.
 
-    def __init__(self, run: Bare, words: Sequence[int], seed: int) -> None:
+    known: the tokens of each text. spreads: values that are not finite spoil all texts of a step.
+    """
+
+    def __init__(self, run: Bare, words: Sequence[int], seed: int, *, spreads: bool) -> None:
         self.run = run
+        self.spreads = spreads
         self.words = words
         self.dice = random.Random(seed)
         self.known: list[list[int]] = [[] for _ in run.sessions]
@@ -131,13 +135,13 @@ class Walk:
         running, engine = self.running(), self.run.session.engine
         steps = self.prepared(running)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(engine), "step", refuse)
+            patch.setattr(engine, "step", refuse)
             errors = together.compute(steps) if steps else []
         assert all(isinstance(error, DecodeError) for error in errors)
         return bool(running)
 
     def poison(self) -> bool:
-        """A text of which numbers are none fails alone, and begins again."""
+        """A text of which numbers are none fails alone, and begins again. On a GPU the others may have to, too."""
         running = self.running()
         if not running:
             return False
@@ -146,11 +150,16 @@ class Walk:
         spoil(victim.engine, victim.table.chunks[0].block)
         errors = together.compute(steps)
         assert isinstance(errors[0], NotFinite)
-        assert not any(errors[1:])
-        for i, (_, step) in zip(running[1:], steps[1:], strict=True):
-            self.known[i] += step.tokens.tolist()
         victim.reset()
         self.known[running[0]] = []
+        assert all_finite(victim.engine)
+        for i, (text, step), error in zip(running[1:], steps[1:], errors[1:], strict=True):
+            its = [*self.known[i], *step.tokens.tolist()]
+            if error is not None:
+                assert self.spreads
+                assert isinstance(error, NotFinite)
+                extend(text, np.array(its[text.length :], np.int32))
+            self.known[i] = its
         return True
 
     def deal(self) -> bool:
@@ -178,16 +187,19 @@ class Walk:
         return steps
 
 
-def refuse(self: Any, count: int, wait: int, codes: list[int], streamed: Any = None, rows: Any = None) -> None:
+def refuse(count: int, wait: int, codes: list[int], streamed: Any = None, rows: Any = None) -> None:
     codes.append(-5)
     raise DecodeError("llama_decode returned 2")
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["dense", "iswa", "hybrid", "latent heads", "of qwen3moe"])
-def test_random_use(kind: str, seed: int, bare: Make, tokens: Any) -> None:
+def test_random_use(kind: str, seed: int, bare: Make, tokens: Any, on_gpu: bool) -> None:
     run = make(bare, 6 if seed == 1 else 3, kind=kind, planes=2 * (kind == "hybrid" and seed == 1))
-    walk = Walk(run, (tokens % run.n_vocab).tolist(), seed)
+    spreads = on_gpu or seed != 1
+    if spreads:
+        spread(run.session.engine)
+    walk = Walk(run, (tokens % run.n_vocab).tolist(), seed, spreads=spreads)
     walk.go(6)
     assert min(walk.done.values()) > 0
     assert walk.evicted

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from kvflash_ggml.errors import DecodeError, DraftError
+from kvflash_ggml.errors import DecodeError, DraftError, NotFinite
 from kvflash_ggml.spec import guarded
 from kvflash_ggml.spec.base import Features
 from kvflash_ggml.spec.decision import Controller, Controls, Fixed
@@ -169,6 +169,7 @@ BAD: dict[str, Any] = {
     "a number": 7,
     "an array": ids(1, 2),
     "refusal": DraftError("made up: no numbers"),
+    "not finite": NotFinite("the logits of row 0 are not finite"),
 }
 
 
