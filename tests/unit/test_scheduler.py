@@ -20,7 +20,7 @@ from support.served import Asked, answer, ask, request
 from kvflash_ggml.batching.messages import Access, Failed, Finished, Started
 from kvflash_ggml.batching.queue import QueueFull
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
-from kvflash_ggml.errors import DecodeError, HostMemoryError, KVFlashError, SnapshotError
+from kvflash_ggml.errors import DecodeError, HostMemoryError, KVFlashError, NotFinite, SnapshotError
 from kvflash_ggml.store import folder
 from kvflash_ggml.store.swapped import ConversationFolder
 
@@ -361,6 +361,24 @@ def test_where_memory_is_full_others_go_first(make: Make, monkeypatch: pytest.Mo
         answer(scheduler, one)
     assert answer(scheduler, texts[0]).usage.cached == 299
     assert (scheduler.slot.counts.lost, scheduler.swapped.counts.dropped) == (0, 1)
+
+
+def test_a_text_that_is_not_finite_is_let_go_of(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other texts on the shelf stay there."""
+    model = FakeModel()
+    scheduler = make(model)
+    texts = [text(300, i) for i in range(3)]
+    for one in texts[:2]:
+        answer(scheduler, one)
+
+    def refused() -> None:
+        raise NotFinite("its values are not finite")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "swap_out", refused)
+        assert answer(scheduler, texts[2]).usage.cached == 0
+    assert [answer(scheduler, one).usage.cached for one in texts] == [299, 0, 299]
+    assert (scheduler.slot.counts.lost, scheduler.swapped.counts.dropped) == (1, 0)
 
 
 def test_what_cannot_be_brought_back_is_let_go_of_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, HostMemoryError, NotFinite
 from kvflash_ggml.sequence import together
 from kvflash_ggml.sequence.pool import Pool
+from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.reading import Reading
 from kvflash_ggml.sequence.scoring import DECODE_SHARE, WORKER_SHARE
 from kvflash_ggml.sequence.selection import SCORES_PER_TAU, TAU
@@ -198,6 +199,31 @@ def test_logits_that_are_not_finite_are_one_texts_own(both: bool) -> None:
     check(engine, texts)
     engine.spoiled = set()
     assert advance(texts, [1, 60, 1]) == [None] * 3
+    check(engine, texts)
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_prompt_is_checked_before_the_next_step_of_another_text(
+    finite: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once. If it is not finite, nothing of it stays in the engine, and it begins again after a reset or a cut."""
+    engine, _, texts = on_one_pool(3)
+    extend(texts[1], numbers(150, 0))
+    engine.spoiled = set() if finite else {1}
+    argmax, asked = engine.argmax, []
+    monkeypatch.setattr(engine, "argmax", lambda rows: asked.append(engine.seq[rows].tolist()) or argmax(rows))
+    for _ in range(3):
+        assert advance(texts[:1], [1]) == [None]
+    assert asked == [[1], [0], [0], [0]]
+    assert texts[1].spoiled == (not finite)
+    assert (engine.cell_seq[engine.cell_pos >= 0] == 1).any() == finite
+    if not finite:
+        assert not engine.pool[engine.cell_pos < 0].any(), "rows that are no numbers stay"
+        with pytest.raises(NotFinite, match="reset"):
+            texts[1].prepare(numbers(1, 150), LAST)
+        assert (texts[1].can_truncate(100), texts[1].truncates_to(100), texts[1].truncate(100)) == (False, 0, 0)
+        engine.spoiled = set()
+    assert advance(texts, [1, 1, 1]) == [None] * 3
     check(engine, texts)
 
 
