@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import ConfigError, ConversionError, brief
 from . import heads, reader
-from .reader import GGUF, Field
+from .reader import GGUF, TEXT, Field
 from .target import TRAINED_FOR
 
 _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
@@ -22,11 +22,28 @@ _BESIDE = (
 OLD_DFLASH = ("dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
 """Architectures of DFlash drafters with older names, which `kvflash-convert migrate` renames."""
 
-_MOST_LAYERS, _MOST_EXPERTS = 512, 1024
+_REMEDY = "Fetch the file again, or convert it anew."
+_MOST_LAYERS, _MOST_EXPERTS, _MOST_COUNT = 512, 1024, (1 << 31) - 1
+_DIVISORS = ("full_attention_interval", "ssm.inner_size", "ssm.state_size", "ssm.conv_kernel", "ssm.time_step_rank")
+"""Counts that llama.cpp divides by, or makes tensors of."""
+
 _SCALINGS = ("none", "linear", "yarn", "longrope")
 _SHAPE = ("_count", "_interval", "_kernel", "_layers", "_length", "_rank", "_size", "_step")
 _NO_SHAPE = ("context_length", "temperature_length", "expert_used_count", "nextn_predict_layers")
 """How keys end that say which shape the weights have, and which of them do not."""
+
+_DELTA = ("qwen35", "qwen35moe", "qwen3next")
+"""Architectures with a gated delta net. llama.cpp loads them by some of their keys, and computes with others."""
+
+_SECTIONS_OR_NONE = ("bailingmoe3", "glm4", "glm4moe", "hunyuan_vl")
+"""Architectures that count positions plainly where RoPE's sections are 0."""
+
+_INTEGERS = ("i8", "i16", "i32", "i64", "f64")
+_TABLES = ("d2t", "tid2eid")
+"""How the names of tensors of integers end; those of other tensors are computed with as numbers."""
+
+_F32 = ("ssm_a", "ssm_dt.bias")
+"""How the names of vectors end that llama.cpp reads as 32-bit numbers only."""
 
 _MOST_TEXT, _MOST_FLOAT = 127, 3.4028234663852886e38
 """Bytes of a text, and the largest number, that can take the place of a field."""
@@ -54,12 +71,15 @@ def check_model(path: Path, *, vocab_only: bool = False, overrides: Mapping[str,
     that cannot be read, are left to llama.cpp.
     """
     reader.check(path)
-    if vocab_only or not path.exists():
+    if not path.exists():
         return
     try:
         file = reader.read(path)
-        found = part(file)
+        found = None if vocab_only else part(file)
     except (ConversionError, OSError):
+        return
+    check_texts(file)
+    if vocab_only:
         return
     if found is not None:
         raise ConfigError(f"{path} is {found.what}, which cannot be opened as a model. {found.use}")
@@ -68,7 +88,15 @@ def check_model(path: Path, *, vocab_only: bool = False, overrides: Mapping[str,
         check_numbers(_overridden(file, overrides), "Leave it out, or give another value.")
 
 
-def check_numbers(file: GGUF, remedy: str = "Fetch the file again, or convert it anew.") -> None:
+def check_texts(file: GGUF) -> None:
+    """Raise ConversionError for a key or a text of the head that is not UTF-8: upstream decodes all of them."""
+    for name, field in file.fields.items():
+        for text in (name, field.value if field.kind == TEXT else ""):
+            if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+                raise ConversionError(file.name, name, found=text, wanted="text in UTF-8", remedy=_REMEDY)
+
+
+def check_numbers(file: GGUF, remedy: str = _REMEDY) -> None:
     """Raise ConversionError for values with which llama.cpp would end the process, at the load or in the first step."""
 
     def refuse(name: str, value: object, wanted: str) -> None:
@@ -87,12 +115,74 @@ def check_numbers(file: GGUF, remedy: str = "Fetch the file again, or convert it
     scaling = file.own("rope.scaling.type", _SCALINGS[0])
     if isinstance(scaling, str) and scaling not in _SCALINGS:
         refuse(f"{own}rope.scaling.type", scaling, f"one of {', '.join(_SCALINGS)}")
+    for key, value, wanted in (*_wrong_rope(file), *_wrong_delta(file), *_wrong_types(file)):
+        refuse(key, value, wanted)
+
+
+Wrong = Iterator[tuple[str, object, str]]
+"""Names and values that cannot be, and what would be right."""
+
+
+def _wrong_rope(file: GGUF) -> Wrong:
+    """RoPE turns pairs of a head's values: all in one way, or in up to four sections (M-RoPE)."""
+    own, head = f"{file.architecture}.", _head_dim(file)
+    sections = file.own("rope.dimension_sections")
+    if sections is not None:
+        each = sections if isinstance(sections, list) else [sections] * 4
+        whole = all(type(one) is int and 0 <= one <= head for one in each)
+        plain = file.architecture in _SECTIONS_OR_NONE
+        if not whole or sum(each[:4]) > head or not (plain or any(each[:3])):
+            yield f"{own}rope.dimension_sections", sections, f"whole numbers from 0, with a sum from 1 to {head}"
+    turned = file.own("rope.dimension_count")
+    for one in turned if isinstance(turned, list) else [0 if turned is None else turned]:
+        if type(one) is int and (one % 2 or one > head or (one == 0 and sections is not None and turned is not None)):
+            yield f"{own}rope.dimension_count", one, f"an even number up to {head}, the size of a head"
+
+
+def _head_dim(file: GGUF) -> int:
+    """Return how many values the largest head of the keys has; a number without bounds if the file does not say."""
+    named = [key for key in file.fields if key.startswith(f"{file.architecture}.attention.key_length")]
+    if named:
+        return max(_count(file, key.removeprefix(f"{file.architecture}.")) for key in named)
+    heads = file.own("attention.head_count")
+    least = min(
+        (one for one in (heads if isinstance(heads, list) else [heads]) if type(one) is int and one > 0), default=0
+    )
+    return _count(file, "embedding_length") // least if least else 1 << 31
+
+
+def _wrong_delta(file: GGUF) -> Wrong:
+    """Numbers of a gated delta net that do not show in the shapes of its weights."""
+    if file.architecture not in _DELTA:
+        return
+    own = f"{file.architecture}."
+    size = _count(file, "ssm.state_size") * _count(file, "ssm.time_step_rank")
+    if (found := _count(file, "ssm.inner_size")) != size:
+        yield f"{own}ssm.inner_size", found, f"{size}, the state's size times its heads"
+    heads = file.own("attention.head_count_kv")
+    if isinstance(heads, list) and len({one for one in heads if one}) > 1:
+        yield f"{own}attention.head_count_kv", heads, "one number for all layers that have any"
+
+
+def _wrong_types(file: GGUF) -> Wrong:
+    """Tensors of a type that llama.cpp does not compute with."""
+    for tensor in file.tensors.values():
+        kind = tensor.kind.name
+        if kind in _INTEGERS and not tensor.name.endswith(_TABLES):
+            yield f"the type of {tensor.name}", kind, "f32, or another type of weights"
+        if kind != "f32" and tensor.name.endswith(_F32):
+            yield f"the type of {tensor.name}", kind, "f32"
 
 
 def _limits(file: GGUF) -> dict[str, tuple[int, int]]:
     """Return the least and the most of an architecture's own counts, as llama.cpp asserts them."""
     layers, experts, groups = (_count(file, key) for key in ("block_count", "expert_count", "expert_group_count"))
-    limits = {"block_count": (1, _MOST_LAYERS), "nextn_predict_layers": (0, layers), "expert_count": (0, _MOST_EXPERTS)}
+    limits = {key: (1, _MOST_COUNT) for key in _DIVISORS if file.own(key) is not None}
+    limits |= {
+        "block_count": (1, _MOST_LAYERS),
+        "nextn_predict_layers": (0, layers),
+        "expert_count": (0, _MOST_EXPERTS),
+    }
     if experts <= 1 and file.architecture.startswith("hunyuan"):  # llama.cpp reads it as without experts
         return limits
     limits |= {"expert_used_count": (min(experts, 1), experts), "expert_group_count": (0, max(experts - 1, 0))}

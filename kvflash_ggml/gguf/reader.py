@@ -26,7 +26,7 @@ _SHOWN = 3
 
 # magic, version, numbers of tensors and fields; length and text of the first key; type and length of its value
 _FIELD = struct.Struct("<4s4x16x8x20sIQ")
-_TEXT = 8
+TEXT = 8
 _LONGEST = 64
 
 
@@ -70,7 +70,7 @@ def architecture(path: Path) -> str | None:
     if len(start) < _FIELD.size:
         return None
     magic, key, kind, length = _FIELD.unpack_from(start)
-    if (magic, key, kind) != (_MAGIC, b"general.architecture", _TEXT) or length > _LONGEST:
+    if (magic, key, kind) != (_MAGIC, b"general.architecture", TEXT) or length > _LONGEST:
         return None
     return start[_FIELD.size : _FIELD.size + length].decode("utf-8", "replace")
 
@@ -93,7 +93,7 @@ PIECE = 16 << 20
 
 _LENGTH = struct.Struct("<Q")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+_ARRAY = 9
 _MAX_ITEMS = 1 << 20
 _MAX_NAME = 1 << 16
 _MAX_TENSOR_NAME = 64
@@ -122,7 +122,7 @@ class Field:
             return cls(name, 6, struct.pack("<f", value))
         if isinstance(value, str):
             data = value.encode("utf-8", "surrogateescape")
-            return cls(name, _STRING, struct.pack("<Q", len(data)) + data)
+            return cls(name, TEXT, struct.pack("<Q", len(data)) + data)
         kind, code = (7, "?") if isinstance(value[0], bool) else (5, "i")
         return cls(name, _ARRAY, struct.pack(f"<IQ{len(value)}{code}", kind, len(value), *value))
 
@@ -141,12 +141,12 @@ class Field:
     @property
     def value(self) -> Any:
         """A bool, int, float or str, or a list of them."""
-        if self.kind == _STRING:
+        if self.kind == TEXT:
             return self.raw[8:].decode("utf-8", "surrogateescape")
         if not self.is_array:
             return struct.unpack("<" + _SCALARS[self.kind], self.raw)[0]
         kind, count = struct.unpack_from("<IQ", self.raw)
-        if kind != _STRING:
+        if kind != TEXT:
             return list(struct.unpack_from(f"<{count}{_SCALARS[kind]}", self.raw, 12))
         return [text.decode("utf-8", "surrogateescape") for text in self._strings(count)]
 
@@ -283,7 +283,7 @@ class _Reader:
         name = self._text("a key", _MAX_NAME)
         kind = self._number("I")
         start = self._at
-        if kind == _STRING:
+        if kind == TEXT:
             self._skip(name, self._number("Q"))
         elif kind == _ARRAY:
             self._skip_array(name)
@@ -295,7 +295,7 @@ class _Reader:
 
     def _skip_array(self, name: str) -> None:
         kind, count = self._number("I"), self._number("Q")
-        if kind == _STRING:
+        if kind == TEXT:
             if count > (self._size - self._at) // 8:
                 raise self._refusal(f"the length of {name!r}", count, "no more than the file has room for")
             self._skip_strings(name, count)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import ConversionError
 from ..logs import Progress
-from . import drafter, heads, reader, target, types
+from . import drafter, heads, purpose, reader, target, types
 from .drafter import ARCHITECTURE, MASK, Drafter
 from .reader import GGUF
 from .target import Target
@@ -47,6 +47,8 @@ def check(file: GGUF, model: GGUF | None, *, rope_differs: bool = False) -> str:
             model.name, "the target", found="a head for further tokens (MTP) without its model", wanted="a whole model",
             remedy="Give the file of the model.",
         )  # fmt: skip
+    purpose.check_texts(file)
+    purpose.check_numbers(file)
     aim = None if model is None else target.describe(model)
     if file.architecture == ARCHITECTURE:
         words = _verify_dflash(file, aim, rope_differs=rope_differs)

@@ -7,13 +7,16 @@ import struct
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support.checkpoints import rewritten, small_eagle3, small_target, target_fields, write_gguf
 
+from kvflash_ggml.convert import writer
+from kvflash_ggml.convert.writer import Planned
 from kvflash_ggml.errors import ConfigError, ConversionError
-from kvflash_ggml.gguf import purpose, reader
+from kvflash_ggml.gguf import purpose, reader, types
 from kvflash_ggml.gguf.reader import Field
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -127,6 +130,92 @@ def test_what_llama_cpp_asserts_of_a_head(tmp_path: Path, key: str, value: float
     name, sound = f"qwen3.{key}", MODELS / "scorer-qwen3-q8_0.gguf"
     with pytest.raises(ConversionError, match=rf"model\.gguf: {name} is .*wanted: {wanted}"):
         purpose.check_model(rewritten(sound, tmp_path / "model.gguf", change))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        *(("rope.dimension_count", value, "an even number up to 64") for value in (0, 1, 15, 65, 66, (1 << 32) - 1)),
+        *(("rope.dimension_sections", value, "a sum from 1 to 64") for value in (0, 255, (1 << 32) - 1)),
+        *(("rope.dimension_sections", [one] * 4, "a sum from 1 to 64") for one in (0, -1, 17, 1 << 20, (1 << 31) - 1)),
+        ("rope.dimension_sections", [0, 0, 0, 8], "a sum from 1 to 64"),
+        *(("ssm.inner_size", value, "1 to 2147483647") for value in (0, (1 << 32) - 1)),
+        *(("ssm.inner_size", value, "256, the state's size times its heads") for value in (1, 255, 257, 512)),
+        ("full_attention_interval", 0, "1 to 2147483647"),
+        ("ssm.time_step_rank", 0, "1 to 2147483647"),
+        ("attention.head_count_kv", [2, 4] * 4, "one number for all layers that have any"),
+    ],
+)
+def test_what_llama_cpp_asserts_of_a_delta_net(tmp_path: Path, key: str, value: int | list[int], wanted: str) -> None:
+    """It loads such heads, as the weights' shapes come from other keys, and its first step ends the process."""
+
+    def change(fields: dict[str, Field]) -> None:
+        fields[name] = Field.of(name, value)
+
+    name, sound = f"qwen35.{key}", MODELS / "recall-qwen35-q8_0.gguf"
+    with pytest.raises(ConversionError, match=rf"model\.gguf: {name} is .*wanted: .*{wanted}"):
+        purpose.check_model(rewritten(sound, tmp_path / "model.gguf", change))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        ("qwen35", "rope.dimension_count", 64),
+        ("qwen35", "rope.dimension_sections", [24, 20, 20, 0]),
+        ("qwen35", "attention.head_count_kv", [0, 0, 0, 2] * 2),
+        ("glm4", "rope.dimension_sections", [0] * 4),
+        ("qwen3", "rope.dimension_count", 0),
+    ],
+)
+def test_odd_heads_that_llama_cpp_computes_with(tmp_path: Path, architecture: str, key: str, value: Any) -> None:
+    def change(fields: dict[str, Field]) -> None:
+        for name in tuple(fields):
+            if name.startswith("qwen35."):
+                fields[own] = fields.pop(name).renamed(own := name.replace("qwen35", architecture))
+        fields["general.architecture"] = Field.of("general.architecture", architecture)
+        fields[f"{architecture}.{key}"] = Field.of(f"{architecture}.{key}", value)
+        if architecture == "qwen3":
+            del fields["qwen3.rope.dimension_sections"]
+
+    purpose.check_model(rewritten(MODELS / "recall-qwen35-q8_0.gguf", tmp_path / "model.gguf", change))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "wanted"),
+    [
+        *(("blk.0.ssm_a", kind, "f32") for kind in ("f16", "bf16", "i32")),
+        *(("blk.0.ssm_dt.bias", kind, "f32") for kind in ("f16", "bf16")),
+        *(("output_norm.weight", kind, "f32, or another type of weights") for kind in ("i8", "i32", "i64", "f64")),
+        ("blk.0.ssm_norm.weight", "f16", ""),
+        ("blk.0.ffn_gate_tid2eid", "i32", ""),
+    ],
+)
+def test_types_that_llama_cpp_computes_with(tmp_path: Path, name: str, kind: str, wanted: str) -> None:
+    fields = [Field.of("general.architecture", "qwen3"), Field.of("qwen3.block_count", 1)]
+    shaped = types.BY_NAME[kind]
+    tensor = Planned(
+        name=name, kind=shaped, shape=(4,), pieces=lambda: iter([np.zeros((1, 4 * shaped.size), np.uint8)])
+    )
+    with (path := tmp_path / "model.gguf").open("wb") as made:
+        writer.write(made, fields, [tensor], lambda done, total: None)
+    with (
+        pytest.raises(ConversionError, match=f"the type of {name} is {kind}; wanted: {wanted}")
+        if wanted
+        else nullcontext()
+    ):
+        purpose.check_model(path)
+
+
+@pytest.mark.parametrize("key", ["general.name", "general.description", "tokenizer.chat_template", "general.\udcff"])
+def test_texts_that_are_no_utf_8(tmp_path: Path, key: str) -> None:
+    def change(fields: dict[str, Field]) -> None:
+        fields[key] = Field.of(key, "caf\udce9" if key.isascii() else "x")
+
+    path = rewritten(MODELS / "scorer-qwen3-q8_0.gguf", tmp_path / "model.gguf", change)
+    for only in (False, True):
+        with pytest.raises(ConversionError, match="wanted: text in UTF-8") as refused:
+            purpose.check_model(path, vocab_only=only)
+        str(refused.value).encode()  # a terminal can print it
 
 
 @pytest.mark.parametrize(
