@@ -235,11 +235,15 @@ class Answer:
             self._last = self._clock()
             if before:
                 self.gaps.append(self._last - before)
+            elif request.prompt_logprobs:
+                self._tell("", model.prompt_logprobs())
             before = self._last
             self._first = self._first or self._last
             if limit == 0:
                 break
             if model.ends(token) and not endless:
+                if request.prompt_logprobs:  # programs that measure take the last token for the answer's
+                    self._tell(*self._text.push(b"", model.logprob(token, request.logprobs or 0)))
                 return "stop"
             self._tokens.append(token)
             logprob = None if request.logprobs is None else model.logprob(token, request.logprobs)

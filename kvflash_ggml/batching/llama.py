@@ -7,19 +7,21 @@ import json
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ..arrays import Floats, Int32s
+from ..arrays import Int32s
 from ..chat.values import Grammar
 from ..errors import ConfigError, KVFlashError
 from ..llama import preview
 from ..llama.bias import with_bias
 from ..llama.overrides import answers, overridden, readings
 from ..logs import Progress
+from ..native import vocabulary
 from ..native.library import build_info
 from ..sequence import together
 from ..sequence.sequence import Sequence as Text
@@ -30,6 +32,7 @@ from ..store.swapped import SwappedText
 from ..store.texts import usable
 from . import model
 from .behind import PREVIEW
+from .logprobs import PromptLogprobs, logprob_of
 from .messages import Image, Logprob, Request
 from .model import Paused, Residency, ResidencyObserver
 
@@ -115,6 +118,7 @@ class LlamaModel:
         self._share = llm._config.preview_share
         self._reading = self._stats.reading
         self._read_otherwise = False
+        self._prompt: tuple[PromptLogprobs, Request] | None = None  # whose tokens are told
 
     @property
     def fingerprint(self) -> str:
@@ -176,6 +180,10 @@ class LlamaModel:
             llm.kvflash_sampler = paused.sampler
         llm.kvflash_progress, llm.kvflash_branch, llm.kvflash_samplers = progress, branch, sampling
         llm.kvflash_most = request.max_tokens - (0 if paused is None else len(paused.drawn))
+        if request.prompt_logprobs:
+            piece = cache(partial(vocabulary.piece, llm._model.vocab, special=True))
+            told = PromptLogprobs(request.tokens, request.logprobs or 0, piece)
+            self._prompt, llm._reader.on_logits = (told, request), told.take
         self._read_otherwise |= request.reading not in {None, self._reading}
         # a folder is shared by all that read it
         sharing = request.reuse and not request.salt and not self._read_otherwise
@@ -204,7 +212,7 @@ class LlamaModel:
                     yield token
         finally:
             llm.kvflash_progress = llm.kvflash_branch = llm.kvflash_most = llm.kvflash_sampler = None
-            llm.kvflash_samplers = None
+            llm.kvflash_samplers = llm._reader.on_logits = self._prompt = None
             self._images.pop(id(self), None)
 
     def _load(self, images: Sequence[Image]) -> None:
@@ -262,13 +270,20 @@ class LlamaModel:
         return cached
 
     def logprob(self, token: int, top: int) -> Logprob:
-        logits: Floats = self.llm.newest_logits()
-        highest = logits.max()
-        shares = logits - (highest + np.log(np.exp(logits - highest, dtype=np.float64).sum()))
-        best = np.argpartition(-shares, top)[:top] if 0 < top < len(shares) else np.empty(0, np.intp)
-        best = best[np.argsort(-shares[best], kind="stable")]
-        alternatives = tuple((int(t), self.piece(int(t)), float(shares[t])) for t in best)
-        return Logprob(token=token, piece=self.piece(token), logprob=float(shares[token]), top=alternatives)
+        return logprob_of(token, self.llm.newest_logits(), top, self.piece)
+
+    def prompt_logprobs(self) -> tuple[Logprob, ...]:
+        assert self._prompt is not None
+        (told, request), self._prompt = self._prompt, None
+        self.llm._reader.on_logits = None
+        last = self._stats.last
+        if request.reading == "exact" and last.read_whole < last.read:
+            raise ConfigError(
+                f"{last.read - last.read_whole} of {last.read} tokens of this prompt did not see all before them: the "
+                f"layer buffers hold fewer. Start the server with a larger --kvflash-stage, or ask for the "
+                f'pool\'s numbers with "kvflash": {{"reading": "pool"}}'
+            )
+        return told.all()
 
     def checkpoint(self) -> None:
         if self.stateful:

@@ -36,15 +36,16 @@ class Image(Protocol):
 class Request:
     """One answer that is asked for.
 
-    tokens: the prompt. logprobs: how many alternatives to tell of each token, None for none of it. conversation: a hint
-    which text to go on from; the tokens decide. salt: only texts of the same salt are gone on from. key: whose it is;
-    keys take turns. priority: higher ones first. timeout_s, queue_timeout_s: from submission, None for no limit. reuse:
-    may it go on from what is known, and be gone on from? shared_until: how many of its tokens other requests will
-    probably begin with, 0 if that is not known. pins: token ranges that stay on the device. reading, answer: what
-    tokens of the prompt and of the answer see, one of the model's `readings` and `answers`, None for its usual way;
-    reading="preview" answers a long prompt from a part of it, and all of it is read behind the answer.
-    drafts: may they be verified? messages: role and text of each message of the prompt, to say which one differs from a
-    text that is known. preserved: special tokens that the answer shows, and how. images: of the prompt, and its sounds.
+    tokens: the prompt. logprobs: how many alternatives to tell of each token, None for none of it. prompt_logprobs: are
+    the prompt's tokens told too? All of them are read then, so `reuse` must be False. conversation: a hint which text
+    to go on from; the tokens decide. salt: only texts of the same salt are gone on from. key: whose it is; keys take
+    turns. priority: higher ones first. timeout_s, queue_timeout_s: from submission, None for no limit. reuse: may it go
+    on from what is known, and be gone on from? shared_until: how many of its tokens other requests will probably begin
+    with, 0 if that is not known. pins: token ranges that stay on the device. reading, answer: what tokens of the prompt
+    and of the answer see, one of the model's `readings` and `answers`, None for its usual way; reading="preview"
+    answers a long prompt from a part of it, and all of it is read behind the answer. drafts: may they be verified?
+    messages: role and text of each message of the prompt, to say which one differs from a text that is known.
+    preserved: special tokens that the answer shows, and how. images: of the prompt, and its sounds.
     """
 
     id: str
@@ -54,6 +55,7 @@ class Request:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: bool = False
     conversation: str | None = None
     salt: str = ""
     key: str = ""
@@ -73,11 +75,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
-    """A token that was chosen: its bytes and the log of its probability, before any sampling. top: the likeliest."""
+    """A token: its bytes and the log of its probability, before any sampling. top: the likeliest.
+
+    logprob: None for the first token of a prompt, which follows nothing.
+    """
 
     token: int
     piece: bytes
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, bytes, float], ...] = ()
 
 

@@ -213,6 +213,13 @@ class Model(Protocol):
         """Of a token that `generate` has just given."""
         ...
 
+    def prompt_logprobs(self) -> tuple[Logprob, ...]:
+        """Of the tokens of a prompt, once `generate` has yielded the first token of a request with `prompt_logprobs`.
+
+        ConfigError where tokens of the prompt did not see all before them, and the request named no `reading`.
+        """
+        ...
+
     def checkpoint(self) -> None:
         """Keep the state of the text at hand as it is now, to go back to."""
         ...

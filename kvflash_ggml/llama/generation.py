@@ -128,7 +128,8 @@ class Generation:
         other prompts can begin, and then its step.
         """
         reader = self._reader
-        if shares and checkpoint is None and not going_on and prefill.may_share(reader.pooled, len(tokens)):
+        alone = not shares or going_on or checkpoint is not None or reader.on_logits is not None
+        if not alone and prefill.may_share(reader.pooled, len(tokens)):
             yield None
             shared = reader.prepare_prompt(tokens)
             if shared is not None:
@@ -342,10 +343,10 @@ class Generation:
         return [int(draft) for draft in llm.draft_model(llm.input_ids[: llm.n_tokens + 1])[:room]]
 
 
-def limited(llm: Any, completion: Iterator[Any], most: int | None) -> Iterator[Any]:
-    """Yield a completion of a Llama, and tell its `generate` how many tokens it is asked for."""
-    llm.kvflash_most = most if most and most > 0 else None
+def limited(llm: Any, completion: Iterator[Any], most: int | None, *, echoes: bool) -> Iterator[Any]:
+    """Yield a completion of a Llama, and tell it how many tokens `generate` is asked for, and what `_scores` serve."""
+    llm.kvflash_most, llm._echoes = most if most and most > 0 else None, echoes
     try:
         yield from completion
     finally:
-        llm.kvflash_most = None
+        llm.kvflash_most, llm._echoes = None, False

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
+from jinja2 import TemplateError
 from llama_cpp.llama_cache import BaseLlamaCache
 from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_tokenizer import LlamaTokenizer
@@ -24,7 +25,7 @@ from .. import policy, remote
 from ..arrays import common_prefix, numbers
 from ..config import KVFlashConfig, PrefixCache
 from ..drafter import model as drafter
-from ..errors import ConfigError, NotFinite
+from ..errors import ConfigError, ConversionError, NotFinite, brief
 from ..logs import Progress
 from ..native import engine as native
 from ..native import library, vocabulary
@@ -124,6 +125,8 @@ class Llama(llama_cpp.Llama):
     kvflash_together: bool = False
     """`generate` yields a `Pending` too, for each step, which may be computed with steps of other texts meanwhile."""
     _previews: Previews | None = None
+    _echoes = False
+    """The running completion echoes its prompt with logprobs."""
     kvflash_branch: int | None = None
     """Where in the next prompt to keep what is not pooled, because other texts go on differently from there."""
 
@@ -210,6 +213,13 @@ class Llama(llama_cpp.Llama):
                     # upstream would allocate n_ctx rows of logits at once; here they grow with use
                     super().__init__(model_path, logits_all=False, **request.upstream)
                 return
+            except (TemplateError, RecursionError, SyntaxError) as err:
+                self._stack.close()
+                why = f"{type(err).__name__}: {brief(err)}"
+                raise ConversionError(
+                    Path(model_path).name, "tokenizer.chat_template", found=why, wanted="a Jinja template",
+                    remedy="Fetch the file again, or convert it anew.",
+                ) from err  # fmt: skip
             except ValueError as err:
                 if not str(err).startswith(NOT_MADE):
                     raise
@@ -553,7 +563,13 @@ class Llama(llama_cpp.Llama):
         made = Chatting(self).answer(args, settings) if self.chat_format == self._own_format else None
         return super().create_chat_completion(*args, **settings) if made is None else made
 
-    _scores: Any = property(lambda self: self.scores[: self.n_tokens or 1])  # upstream reads a row behind a preview
+    @property
+    def _scores(self) -> npt.NDArray[np.single]:
+        rows: npt.NDArray[np.single] = self.scores[: self.n_tokens or 1]  # upstream reads a row behind a preview
+        if self._echoes and self._input_ids[0] != self.token_bos():
+            # upstream takes row i for token i after BOS, and without BOS too: there row i - 1 has predicted it
+            return np.concatenate((rows[:1], rows))
+        return rows
 
     create_chat_completion.__signature__ = PARAMETERS  # type: ignore[attr-defined]
 
@@ -572,7 +588,8 @@ class Llama(llama_cpp.Llama):
             kwargs["stopping_criteria"] = self._previews.criteria(kwargs.get("stopping_criteria"))
         stops = stop_texts(stop)
         completion: Any = super()._create_completion(prompt, logits_processor=logits_processor, stop=stops, **kwargs)
-        completion = limited(self, completion, kwargs.get("max_tokens"))
+        echoes = bool(kwargs.get("echo")) and kwargs.get("logprobs") is not None and not kwargs.get("stream")
+        completion = limited(self, completion, kwargs.get("max_tokens"), echoes=echoes)
         return self._call_lock.pieces(completion) if kwargs.get("stream") else self._call_lock.whole(completion)
 
     def close(self) -> None:

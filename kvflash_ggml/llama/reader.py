@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvflash_ggml")
 
+OnLogits = abc.Callable[[int, npt.NDArray[np.single]], None]
+"""Called with a position and the logits [count, n_vocab] of the tokens from there on. The next step overwrites them."""
+
 
 class Reader:
     """The text of one `Llama`: `n_tokens`, `input_ids` and `scores` as upstream has them, and their memory.
@@ -34,7 +37,8 @@ class Reader:
     llm: weakly, since it owns this. sequence: the text on its pool; None without a pool. requires_eval: the logits of
     the newest token are not at hand, without a pool. speculator: what drafts; None where nobody does. prefixes: texts
     that are kept for later; None without such a cache. greedy: the running answer takes the likeliest token, and
-    nothing else changes it. previewing: the text is a preview's, which stands in for another one.
+    nothing else changes it. previewing: the text is a preview's, which stands in for another one. on_logits: is given
+    the logits of each step of a prompt, with the position of the first.
     """
 
     def __init__(self, llm: Stock) -> None:
@@ -46,6 +50,12 @@ class Reader:
         self.greedy = False
         self.previewing = False
         self._slow = SlowPrompt()
+        self.on_logits: OnLogits | None = None
+
+    @property
+    def output_all(self) -> bool:
+        """Whether the steps of a prompt compute the logits of all their tokens."""
+        return self.llm._logits_all or self.on_logits is not None
 
     @property
     def pooled(self) -> Sequence:
@@ -81,7 +91,7 @@ class Reader:
         prefill.extend(
             self.pooled,
             tokens,
-            output_all=self.llm._logits_all,
+            output_all=self.output_all,
             after=self.after_step,
             progress=(self.llm.kvflash_progress or self._slow.begin()) if count > 1 else None,
             checkpoint=checkpoint,
@@ -94,7 +104,7 @@ class Reader:
         self.catch_up()
         self.pooled.begin(len(data))
         progress = llm.kvflash_progress if len(data) > 1 else None
-        prompt = prefill.Prefill(self.pooled, data, llm._logits_all, self.after_step, progress, None)
+        prompt = prefill.Prefill(self.pooled, data, self.output_all, self.after_step, progress, None)
         return prompt if prompt.prepare() else None
 
     def read_again(
@@ -163,9 +173,12 @@ class Reader:
         """Copy what a step of the sequence has computed to the fields of the Llama."""
         sequence, llm = self.pooled, self.llm
         llm.input_ids[start : start + count] = sequence.ids[start : start + count]
-        if llm._logits_all:
+        if self.output_all:
             logits = np.ctypeslib.as_array(llm._ctx.get_logits_ith(sequence.logits.first), shape=(count, llm._n_vocab))
-            llm.scores[start : start + count] = logits
+            if llm._logits_all:
+                llm.scores[start : start + count] = logits
+            if self.on_logits is not None:
+                self.on_logits(start, logits)
         llm.n_tokens = start + count
         self.requires_eval = False
 

@@ -107,6 +107,7 @@ def make_app(front: Front, metrics: Metrics) -> Starlette:
         route("/metrics", show_metrics),
         route("/props", about.props),
         route("/slots", llamacpp.slots),
+        route("/tokenizer_info", llamacpp.tokenizer_info),
         route("/slots/{id}", llamacpp.slot_action, "POST"),
         route("/", events.page),
         route("/kvflash/state", conversations.state),

@@ -323,5 +323,5 @@ def _chat_logprobs(told: Sequence[Logprob]) -> dict[str, Any]:
     }
 
 
-def _token(piece: bytes, logprob: float) -> dict[str, Any]:
+def _token(piece: bytes, logprob: float | None) -> dict[str, Any]:
     return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,8 +22,7 @@ async def completions(front: Front, http: HttpRequest) -> Response:
     asked: CompletionRequest = await front.asked(http, CompletionRequest)
     if asked.best_of not in (None, 1, asked.n):
         raise ApiError(501, f"best_of: {asked.best_of}, and only n is supported: leave it out", param="best_of")
-    if asked.echo and asked.logprobs is not None:
-        raise ApiError(501, "logprobs of the prompt are not kept: leave out echo or logprobs", param="echo")
+    measured = asked.echo and asked.logprobs is not None
     each, prompts = asked.n or 1, prompts_of(asked)
     grammar = await front.format_grammar(http, asked)
     requests: list[Request] = []
@@ -30,7 +30,8 @@ async def completions(front: Front, http: HttpRequest) -> Response:
     for prompt in prompts:
         tokens = await front.work(http, prompt_tokens, front, prompt, asked.suffix)
         more: Any = {"max_tokens": asked.max_tokens, "logprobs": asked.logprobs, "grammar": grammar}
-        request = await front.work(http, front.make, http, asked, tokens, kind="cmpl", **more)
+        more |= {"kind": "cmpl", "prompt_logprobs": measured}
+        request = await front.work(http, front.make, http, asked, tokens, **more)
         echoed = await front.work(http, text_of, front, tokens) if asked.echo else ""
         for one in several(request, each):
             requests.append(one)
@@ -133,6 +134,7 @@ class TextAnswer(ChoiceAnswer):
     def __init__(self, alias: str, id: str, asked: CompletionRequest, echoed: str, *, index: int) -> None:
         super().__init__(asked, base=heading(id, "text_completion", alias), index=index)
         self._echoed, self._length = echoed, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def choice(self, finished: Finished) -> dict[str, Any]:
         return self._choice("".join([self._echoed, *self._text]), self._logprobs, finished.reason)
@@ -148,21 +150,27 @@ class TextAnswer(ChoiceAnswer):
     def _choice(self, text: str, drawn: Sequence[Logprob], reason: str | None) -> dict[str, Any]:
         logprobs = None
         if self._asked.logprobs is not None and drawn:
-            pieces = [one.piece.decode("utf-8", "replace") for one in drawn]
             offsets = []
-            for piece in pieces:
+            for one in drawn:
                 offsets.append(self._length)
-                self._length += len(piece)
+                self._length += len(self._decoder.decode(one.piece))  # a character may have several tokens
             logprobs = {
-                "tokens": pieces,
+                "tokens": [one.piece.decode("utf-8", "replace") for one in drawn],
                 "token_logprobs": [one.logprob for one in drawn],
-                "top_logprobs": [  # with the token that was drawn, however unlikely
-                    {
-                        piece.decode("utf-8", "replace"): value
-                        for _, piece, value in (*one.top, (one.token, one.piece, one.logprob))
-                    }
-                    for one in drawn
-                ],
+                "top_logprobs": [_likeliest(one) for one in drawn],
                 "text_offset": offsets,
             }
         return {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _likeliest(told: Logprob) -> dict[str, float] | None:
+    """Return the likeliest tokens, and the token itself however unlikely. None for the first token of a prompt.
+
+    Tokens of the same text, as halves of characters, have the value of the likeliest among them.
+    """
+    if told.logprob is None:
+        return None
+    found: dict[str, float] = {}
+    for _, piece, value in (*told.top, (told.token, told.piece, told.logprob)):
+        found.setdefault(piece.decode("utf-8", "replace"), value)
+    return found

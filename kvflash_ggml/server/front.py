@@ -156,6 +156,7 @@ class Front(Intake):
         kind: str,
         max_tokens: int,
         logprobs: int | None = None,
+        prompt_logprobs: bool = False,
         grammar: Grammar | str | None = None,
         shared_until: int = 0,
         stops: tuple[str, ...] = (),
@@ -164,7 +165,8 @@ class Front(Intake):
     ) -> Request:
         """Return the request for the scheduler. ApiError if the prompt is empty or has no room in the context.
 
-        max_tokens: of the answer, below 0 for --max-tokens-default. On a thread of the front's, since texts of
+        max_tokens: of the answer, below 0 for --max-tokens-default. prompt_logprobs: it needs `logprobs`; all of the
+        prompt is read, exactly unless another reading is asked for. On a thread of the front's, since texts of
         `logit_bias` are tokenised.
         """
         n_ctx, settings, pool = self.scheduler.model.n_ctx, self.settings, asked.kvflash
@@ -195,9 +197,20 @@ class Front(Intake):
                 here = f"it can be {' or '.join(possible)} here, not {value!r}"
                 raise invalid(f"kvflash.{name}", f"{here}: start the server with --kvflash-{name} {value}")
         if pool.reading == PREVIEW:
-            _check_preview(asked, tokens, kind=kind, grammar=grammar)
+            _check_preview(asked, tokens, kind=kind, grammar=grammar, prompt_logprobs=prompt_logprobs)
+        reading = pool.reading
+        if prompt_logprobs and reading is None:
+            reading = "exact"
+            if reading not in model.readings:
+                raise ApiError(
+                    501,
+                    "echo with logprobs reads prompts exactly, and this server has no layer buffers: start it with "
+                    '--kvflash-reading exact, or ask for the pool\'s numbers with "kvflash": {"reading": "pool"}',
+                    code="not_served",
+                    param="echo",
+                )
         key = http.scope.get(KEY, "")
-        reuse = pool.cache_prompt and asked.cache_prompt is not False
+        reuse = pool.cache_prompt and asked.cache_prompt is not False and not prompt_logprobs
         return Request(
             id=f"{kind}-{secrets.token_hex(12)}",
             tokens=np.array(tokens, np.int32),
@@ -206,6 +219,7 @@ class Front(Intake):
             stop=(*asked.stop, *stops),
             ignore_eos=asked.ignore_eos,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             conversation=pool.conversation,
             salt=self.salt(http, asked),
             key=key,
@@ -215,7 +229,7 @@ class Front(Intake):
             reuse=reuse,
             shared_until=min(shared_until, len(tokens) - 1),
             pins=tuple(pool.pins),
-            reading=pool.reading,
+            reading=reading,
             answer=pool.answer,
             drafts=pool.drafts,
             messages=_texts(asked),
@@ -299,7 +313,9 @@ def _texts(asked: _Sampled) -> tuple[tuple[str, str], ...]:
     return tuple((message.role, text_of_content(message.content)) for message in messages)
 
 
-def _check_preview(asked: _Sampled, tokens: Sequence[int], *, kind: str, grammar: Grammar | str | None) -> None:
+def _check_preview(
+    asked: _Sampled, tokens: Sequence[int], *, kind: str, grammar: Grammar | str | None, prompt_logprobs: bool
+) -> None:
     """Raise ApiError for a request that needs all of its prompt, or whose interface cannot mark a preview."""
     pool = asked.kvflash
     refused = {
@@ -308,6 +324,7 @@ def _check_preview(asked: _Sampled, tokens: Sequence[int], *, kind: str, grammar
         "a grammar or a response format": grammar is not None,
         f"kvflash.answer {pool.answer!r}": pool.answer not in (None, "pool"),
         "kvflash.pins": bool(pool.pins),
+        "echo and logprobs": prompt_logprobs,
         "images": min(tokens) < 0,
     }
     for what, asked_for in refused.items():

@@ -107,7 +107,15 @@ def _detokenized(front: Front, asked: DetokenizeRequest) -> Response:
     limit = max(MOST_TOKENS, front.scheduler.model.n_ctx)
     if len(asked.tokens) > limit:
         raise invalid("tokens", f"{len(asked.tokens)}, and {limit} is the most that is written at once: split them")
-    return JSONResponse({"content": text_of(front, known_tokens(front, asked.tokens, "tokens"))})
+    text = text_of(front, known_tokens(front, asked.tokens, "tokens"))
+    return JSONResponse({"content": text, "prompt": text})
+
+
+async def tokenizer_info(front: Front, http: HttpRequest) -> Response:
+    """What programs that speak to vLLM ask before they let a server tokenize."""
+    facts = front.prompts.facts
+    marks = {name: facts.get(name) or None for name in ("bos_token", "eos_token")}
+    return JSONResponse({"tokenizer_class": "kvflash", **marks, "chat_template": front.prompts.template})
 
 
 async def apply_template(front: Front, http: HttpRequest) -> Response:

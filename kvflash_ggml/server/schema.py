@@ -420,8 +420,10 @@ class InfillRequest(_Raw):
 
 
 class TokenizeRequest(_Asked):
-    content: str
-    add_special: bool = False
+    """The aliases are of programs that speak to vLLM."""
+
+    content: str = Field(validation_alias=AliasChoices("content", "prompt"))
+    add_special: bool = Field(False, validation_alias=AliasChoices("add_special", "add_special_tokens"))
     parse_special: bool = True
     with_pieces: bool = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,7 @@ class FakeModel:
     first: FakeModel | None = None
     several: bool = False
     pending: bool = False
+    told: int = 0
     deals: list[list[tuple[FakeModel, int]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -165,6 +166,7 @@ class FakeModel:
         paused: Paused | None = None,
     ) -> Generator[int | FakeStep | None]:
         assert not self.closed
+        self.told = request.logprobs or 0
         drawn = () if paused is None else paused.drawn
         tokens = np.concatenate([request.tokens, np.asarray(drawn, np.int32)])
         known = self.usable(tokens)
@@ -228,6 +230,11 @@ class FakeModel:
     def logprob(self, token: int, top: int) -> Logprob:
         others = tuple((token + i, self.piece(min(token + i, 255)), -0.5 - i) for i in range(top))
         return Logprob(token=token, piece=self.piece(token), logprob=-0.5, top=others)
+
+    def prompt_logprobs(self) -> tuple[Logprob, ...]:
+        """Of the text at hand, with as many alternatives as its request asked for."""
+        told = [self.logprob(token, self.told) for token in self.tokens.tolist()]
+        return (replace(told[0], logprob=None, top=()), *told[1:])
 
     def checkpoint(self) -> None:
         self.places.add(len(self.tokens))

@@ -76,10 +76,67 @@ def test_a_completion() -> None:
         }  # fmt: skip
 
 
+def test_the_log_probabilities_of_a_prompt() -> None:
+    """The first token follows nothing; a client that measures cuts off the last one, which is the answer's."""
+    asked = {"prompt": [list(b"h\xc3\xa9llo"), "abc"], "echo": True, "logprobs": 2}
+    for most, answer in ((0, []), (1, ["a"])):
+        first, second = Server().post("/v1/completions", {**asked, "max_tokens": most}).json["choices"]
+        told = first["logprobs"]
+        assert (first["text"], first["finish_reason"]) == ("héllo" + "".join(answer), "length")
+        assert told["tokens"] == ["h", "\ufffd", "\ufffd", "l", "l", "o", *answer]
+        assert told["token_logprobs"] == [None, *[-0.5] * (5 + most)]
+        assert told["text_offset"] == [0, 1, 1, 2, 3, 4, *[5] * most]
+        assert told["top_logprobs"][:2] == [None, {"\ufffd": -0.5}], "two texts that are one have the likelier's value"
+        assert told["top_logprobs"][3] == {"l": -0.5, "m": -1.5}
+        assert second["logprobs"]["tokens"] == ["a", "b", "c", *answer]
+
+
+def test_a_prompt_that_is_measured_is_read_as_a_whole_and_exactly() -> None:
+    server, requests = Server(), []
+    generate = server.model.generate
+
+    def spy(request: Any, **more: Any) -> Any:
+        requests.append(request)
+        return generate(request, **more)
+
+    server.model.generate = spy  # type: ignore[method-assign]
+    asked = {"prompt": "x" * 200, "echo": True, "logprobs": 0, "max_tokens": 0}
+    pool = {**asked, "kvflash": {"reading": "pool"}}
+
+    async def work(client: Client) -> list[Reply]:
+        return [await client.post("/v1/completions", data) for data in (asked, asked, pool)]
+
+    replies = server.run(work)
+    assert [len(one.json["choices"][0]["logprobs"]["tokens"]) for one in replies] == [200, 200, 200]
+    assert [(one.reading, one.reuse) for one in requests] == [("exact", False), ("exact", False), ("pool", False)]
+
+
+def test_a_measured_prompt_whose_answer_ends_at_once() -> None:
+    server = Server(FakeModel(reply=lambda prompt: b""))
+    asked = {"prompt": "abc", "echo": True, "logprobs": 0, "max_tokens": 1}
+    (choice,) = server.post("/v1/completions", asked).json["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("abc", "stop")
+    assert choice["logprobs"]["tokens"] == ["a", "b", "c", ""], "the end is told: one token of the answer, as always"
+
+
+def test_a_server_that_cannot_read_exactly_measures_no_prompt() -> None:
+    asked = {"prompt": "a", "echo": True, "logprobs": 1}
+
+    def post(data: dict[str, Any]) -> Reply:
+        return Server(FakeModel(readings=("pool",))).post("/v1/completions", data)
+
+    reply = post(asked)
+    assert (reply.status, "--kvflash-reading exact" in reply.message) == (501, True)
+    assert post({**asked, "kvflash": {"reading": "pool"}}).status == 200
+
+
 def test_a_completion_streams() -> None:
     reply = Server().post("/v1/completions", {"prompt": "hello", "stream": True, "echo": True})
     text = "".join(frame["choices"][0]["text"] for frame in reply.frames[:-1])
     assert text == "helloan answer"
+    frames = Server().post("/v1/completions", {"prompt": "hi", "stream": True, "echo": True, "logprobs": 0}).frames
+    told = [frame["choices"][0]["logprobs"] for frame in frames[:-1]]
+    assert [token for one in told if one is not None for token in one["tokens"]] == [*"hian answer", ""]
 
 
 def test_several_answers() -> None:
@@ -419,7 +476,6 @@ def test_what_is_refused(data: dict[str, Any], status: int, said: str) -> None:
         ({"prompt": "a", "suffix": "b"}, 501),
         ({"prompt": "a", "best_of": 2}, 501),
         ({"prompt": "a", "best_of": 2, "n": 3}, 501),
-        ({"prompt": "a", "echo": True, "logprobs": 1}, 501),
         ({"prompt": [257]}, 400),
         ({"prompt": [-1]}, 400),
         ({"prompt": []}, 400),
