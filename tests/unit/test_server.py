@@ -399,11 +399,25 @@ def test_models_and_props() -> None:
 
 
 def test_tokens_there_and_back() -> None:
-    assert Server().post("/tokenize", {"content": "ab"}).json == {"tokens": [97, 98]}
+    assert Server().post("/tokenize", {"content": "ab", "prompt": "ab"}).json == {"tokens": [97, 98]}
     pieces = Server().post("/tokenize", {"content": "é", "with_pieces": True}).json["tokens"]
     assert pieces == [{"id": 0xC3, "piece": [0xC3]}, {"id": 0xA9, "piece": [0xA9]}]
-    assert Server().post("/detokenize", {"tokens": [97, 98]}).json == {"content": "ab"}
+    assert Server().post("/detokenize", {"tokens": [97, 98]}).json == {"content": "ab", "prompt": "ab"}
     assert Server().post("/apply-template", {"messages": HELLO}).json == {"prompt": "user: hello\nassistant: "}
+
+
+def test_a_tokenizer_for_programs_that_speak_to_vllm() -> None:
+    """lm-eval asks for tokens in this way, and downloads no tokenizer then."""
+
+    async def work(client: Client) -> list[Any]:
+        info = await client.get("/tokenizer_info")
+        tokens = await client.post("/tokenize", {"prompt": "ab", "add_special_tokens": False})
+        return [info.json, tokens.json]
+
+    info, tokens = Server().run(work)
+    assert tokens == {"tokens": [97, 98]}
+    assert {"eos_token", "bos_token", "chat_template"} <= info.keys()
+    assert (info["bos_token"], info["chat_template"]) == (None, TEMPLATE)
 
 
 def test_metrics() -> None:
