@@ -59,7 +59,8 @@ Parse = Callable[[str], "Parsed | None"]
 class AnswerReader:
     """Reads one answer, on one thread at a time. No call raises for anything that a model may write.
 
-    parse: None for content alone. marks: words of the format, which are no part of an answer. odd: text that no parser
+    parse: None for content alone. marks: words of the format, which are no part of an answer. fixed: texts of the
+    format, as "</tool_call>". odd: text that no parser
     understood has become content; the answer ends by "stop" then, not by its calls.
     """
 
@@ -68,10 +69,12 @@ class AnswerReader:
         parse: Parse | None = None,
         *,
         marks: frozenset[str] = frozenset(),
+        fixed: frozenset[str] = frozenset(),
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._parse = parse
         self._marks = marks
+        self._fixed = fixed
         self._clock = clock or time.monotonic
         self._text = ""
         self._understood = self._failures = 0
@@ -160,7 +163,20 @@ class AnswerReader:
                 return
             self.odd = True
         rest = self._from(parsed.read)
+        if parsed.calls and not stopped and self._ends_in_a_mark(rest):
+            self._text, rest = self._text.removesuffix(rest), ""
         yield from self._settle(parsed, rest if rest.strip() else "")
+
+    def _ends_in_a_mark(self, rest: str) -> bool:
+        """Report whether a text consists of fixed texts of the format, the last of which may be cut."""
+        while rest := rest.lstrip():
+            if any(text.startswith(rest) for text in self._fixed):
+                return True
+            found = max((text for text in self._fixed if rest.startswith(text)), key=len, default="")
+            if not found:
+                return False
+            rest = rest[len(found) :]
+        return True
 
     def _give_up(self) -> Iterator[Delta]:
         """Make content of all text from where it was not understood any more."""

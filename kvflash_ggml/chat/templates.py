@@ -46,7 +46,7 @@ class ChatTemplate:
 
     def render(self, request: ChatInput) -> Rendered:
         """Render a chat as a prompt, up to where the answer begins. ConfigError says what the template refuses."""
-        tools = [] if request.choice == "none" else request.tools
+        tools = [] if request.choice == "none" else [_set(tool) for tool in request.tools]
         if not self.caps["supports_tool_calls"]:
             if not self._pythonic:
                 return self._in_words(request, tools)
@@ -139,7 +139,10 @@ class ChatTemplate:
             borders=tuple((role, text) for role, text in found["borders"]),
             thinks=found["thinks"],
             reader=partial(
-                AnswerReader, partial(_parsed, parser) if parses else None, marks=self._marks | words(found["marks"])
+                AnswerReader,
+                partial(_parsed, parser) if parses else None,
+                marks=self._marks | words(found["marks"]),
+                fixed=frozenset(text for line in found["marks"].split("\n") if re.search(r"\W", text := line.strip())),
             ),
         )
 
@@ -210,6 +213,21 @@ def _written(request: ChatInput, tools: Sequence[Mapping[str, Any]]) -> str:
             "continued": request.continued,
         }
     )
+
+
+_VALUES = ("const", "default", "enum", "examples")
+"""Keywords of a JSON schema with values, in which null is one."""
+
+
+def _set(value: Any) -> Any:
+    """Leave out fields that are null: some clients write each field that they know, and templates go through them."""
+    if isinstance(value, Mapping):
+        return {
+            name: one if name in _VALUES else _set(one)
+            for name, one in value.items()
+            if one is not None or name in _VALUES[:2]
+        }
+    return [_set(one) for one in value] if isinstance(value, list) else value
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:

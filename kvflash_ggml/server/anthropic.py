@@ -113,13 +113,27 @@ def _block(turns: Turns, role: str, part: dict[str, Any], where: str) -> None:
         turns.call(id, name, as_json(part.get("input") or {}))
     elif kind == "tool_result":
         id, content = text_of(part, "tool_use_id", where), part.get("content")
-        turns.result(id, [_result(turns, one, where) for one in parts_of(content, f"{where}.content")])
+        turns.result(id, [said for one in parts_of(content, f"{where}.content") for said in _result(turns, one, where)])
     elif kind == "image" and role == "user":
         turns.see(role, _image(part))
-    elif kind == "document" and isinstance(source := part.get("source"), dict) and source.get("type") == "text":
-        turns.say(role, text_of(source, "data", f"{where}.source"))
+    elif (inner := _inside(part, where)) is not None:
+        for one in inner:
+            _block(turns, role, one, where)
     else:
         turns.leave_out(kind)
+
+
+def _inside(part: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
+    """The text and images of a document or of a search result, its title before them. None for a file, and others."""
+    source, kind = part.get("source"), kind_of(part)
+    if kind == "search_result":
+        names, content = ("title", "source"), part.get("content")
+    elif kind == "document" and isinstance(source, dict) and source.get("type") in ("text", "content"):
+        names, content = ("title", "context"), source.get("data" if source["type"] == "text" else "content")
+    else:
+        return None
+    heads = [text_of(part, name, where, "") for name in names]
+    return [{"type": "text", "text": head} for head in heads if head] + parts_of(content, f"{where}.content")
 
 
 def _instruction(turns: Turns, added: list[dict[str, Any]], part: dict[str, Any], where: str) -> str:
@@ -144,16 +158,20 @@ def _image(part: dict[str, Any]) -> dict[str, Any]:
     return image_part(source.get("url") if isinstance(source, dict) else None)
 
 
-def _result(turns: Turns, part: dict[str, Any], where: str) -> str | dict[str, Any]:
+def _result(turns: Turns, part: dict[str, Any], where: str) -> Iterator[str | dict[str, Any]]:
     """A part of a tool's result: what a tool has sent must not end the conversation for good."""
     kind = kind_of(part)
     if kind == "image" and turns.sees:
-        return _image(part)
-    if kind == "text":
-        return text_of(part, "text", f"{where}.content")
-    if kind == "tool_reference":
-        return f"The tool {part.get('tool_name')} can be called now."
-    return turns.leave_out(f"tool_result.{kind}")
+        yield _image(part)
+    elif kind == "text":
+        yield text_of(part, "text", f"{where}.content")
+    elif kind == "tool_reference":
+        yield f"The tool {part.get('tool_name')} can be called now."
+    elif (inner := _inside(part, where)) is not None:
+        for one in inner:
+            yield from _result(turns, one, where)
+    else:
+        yield turns.leave_out(f"tool_result.{kind}")
 
 
 def _tools(turns: Turns, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -201,3 +201,14 @@ def test_one_call_is_made_where_one_is_asked_for(name: str, begins: str, ends: s
         grammar = must_call(family, parallel=parallel)
         assert Held(llm, grammar).takes(text)
         assert Held(llm, grammar).takes(text.replace(call, call * 2)) == may
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_call_that_is_cut_inside_its_marks_leaves_no_content(name: str) -> None:
+    """A limit may end an answer anywhere: what there is of a closing mark is no text of the model's."""
+    family = FAMILIES[name]
+    whole = read(family, family.text)
+    for size in range(len(family.text)):
+        said = read(family, family.text[:size])
+        if said.calls:
+            assert whole.content.startswith(said.content), (family.text[:size], said)

@@ -373,3 +373,21 @@ def test_a_rendering_is_kept_for_its_salt_alone(monkeypatch: pytest.MonkeyPatch)
         for count, salt in ((1, ""), (1, ""), (2, "a"), (2, "a"), (3, "b")):
             template.render(replace(HELLO, salt=salt))
             assert len(made) == count
+
+
+@pytest.mark.parametrize("source", ["chatml", CALLING], ids=["in words", "calling"])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_fields_of_a_tool_that_are_null_are_not_set(source: str, choice: Any) -> None:
+    """Some clients write null for what they leave out. A template that went through it was blamed."""
+    bare: dict[str, Any] = {"type": "object", "properties": {"zone": {"type": "string"}, "at": {"const": None}}}
+    zone = {"type": "string", "enum": None, "description": None, "properties": None}
+    nulls = {**bare, "properties": {"zone": zone, "at": {"const": None}}, "required": None, "$defs": None}
+    template = ChatTemplate(source)
+
+    def rendered(parameters: Any) -> Any:
+        tool = {"type": "function", "function": {"name": "clock", "description": "", "parameters": parameters}}
+        return template.render(ChatInput(messages=HELLO.messages, tools=[tool], choice=choice))
+
+    for parameters, same in ((nulls, bare), ({"type": "object", "properties": None}, {"type": "object"})):
+        one, other = rendered(parameters), rendered(same)
+        assert (one.prompt, one.grammar) == (other.prompt, other.grammar)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.asgi import Client, Reply
-from support.fake_model import FakeModel
+from support.fake_model import FakeModel, FakePrompts
 from support.fake_server import Server
 
 from kvflash_ggml.server import requestlog
@@ -371,3 +371,34 @@ def test_a_client_waits_and_is_told_that_it_is_remembered() -> None:
 
     server = Server(FakeModel(on_step=lambda: time.sleep(0.1)), ping_s=0.01)
     assert b'data: {"type":"ping"}' in server.run(work)
+
+
+INNER = [{"type": "text", "text": "first"}, {"type": "text", "text": "second"}]
+DOCUMENTS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"type": "document", "source": {"type": "text", "data": "plain"}}, ["plain"]),
+    ({"type": "document", "title": "notes", "context": "of May", "source": {"type": "text", "data": "plain"}},
+     ["notes", "of May", "plain"]),
+    ({"type": "document", "source": {"type": "content", "content": INNER}}, ["first", "second"]),
+    ({"type": "document", "source": {"type": "content", "content": "a text"}}, ["a text"]),
+    ({"type": "search_result", "title": "Found", "source": "https://x", "content": INNER},
+     ["Found", "https://x", "first", "second"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("block", "texts"), DOCUMENTS)
+def test_the_text_of_documents_and_search_results_is_read(block: dict[str, Any], texts: list[str]) -> None:
+    (said,) = told([{"role": "user", "content": [block]}])
+    assert said["content"] == "\n\n".join(texts)
+    (said,) = told([{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [block]}]}])
+    assert said["content"] == "\n".join(texts)
+
+
+def test_an_image_in_a_document_is_seen() -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "QUJD"}}
+    block = {"type": "document", "source": {"type": "content", "content": [image]}}
+    prompts = FakePrompts(sees=True)
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
+    for content in (block, result):
+        asked = {"messages": [{"role": "user", "content": [content]}], "max_tokens": 1}
+        assert Server(prompts=prompts).post("/v1/messages", asked).status == 200
+    assert prompts.seen == [b"ABC"] * 2
