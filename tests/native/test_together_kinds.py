@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.beside import PROMPT, Make, alike, all_finite, answers, check, decode, logits_of, make, spoil, spread
 from support.harness import Bare, Logits, same_bits
+from support.rounding import ON_GPU
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import NotFinite
@@ -159,16 +160,14 @@ def read_to(plain: Bare, i: int, answer: Any) -> Logits:
 
 @pytest.mark.parametrize("spreads", [False, True])
 @pytest.mark.parametrize("kind", ["dense", *KINDS, "latent heads", "of qwen3moe"])
-def test_numbers_that_are_none_reach_nobody_else(
-    kind: str, spreads: bool, bare: Make, tokens: Any, on_gpu: bool
-) -> None:
+def test_numbers_that_are_none_reach_nobody_else(kind: str, spreads: bool, bare: Make, tokens: Any) -> None:
     """A block of one text is spoiled: its neighbours go on as without that, in K and V too, and so does the text that
     follows it.
 
     spreads: as on a GPU, all texts of the step are spoiled. Recurrent state is read again from a checkpoint then.
     """
     found, pages = [], []
-    spreads |= on_gpu
+    spreads |= ON_GPU
     for spoiled in (False, True):
         run = make(bare, 3, kind=kind)
         ids = tokens % run.n_vocab

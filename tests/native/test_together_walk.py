@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.beside import SHARE, Make, all_finite, check, decode, logits_of, make, spoil, spread
 from support.harness import Bare
+from support.rounding import ON_GPU
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import DecodeError, NotFinite
@@ -194,9 +195,9 @@ def refuse(count: int, wait: int, codes: list[int], streamed: Any = None, rows: 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["dense", "iswa", "hybrid", "latent heads", "of qwen3moe"])
-def test_random_use(kind: str, seed: int, bare: Make, tokens: Any, on_gpu: bool) -> None:
+def test_random_use(kind: str, seed: int, bare: Make, tokens: Any) -> None:
     run = make(bare, 6 if seed == 1 else 3, kind=kind, planes=2 * (kind == "hybrid" and seed == 1))
-    spreads = on_gpu or seed != 1
+    spreads = ON_GPU or seed != 1
     if spreads:
         spread(run.session.engine)
     walk = Walk(run, (tokens % run.n_vocab).tolist(), seed, spreads=spreads)
