@@ -21,6 +21,9 @@ from ..errors import HubError, brief
 from ..files import replacing
 from .terminal import stderr_is_terminal
 
+# Before each request it would ask the hub which agents there are, to tell it which of them has started this process.
+constants.HF_HUB_DISABLE_TELEMETRY = True
+
 _SECONDS = 10
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r"[0-9A-Za-z_-]{1,128}")

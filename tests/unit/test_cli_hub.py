@@ -212,6 +212,8 @@ def test_variables_of_a_process(hub: Hub, tmp_path: Path, monkeypatch: pytest.Mo
     line = [sys.executable, "-m", "kvflash_ggml", "pull", f"{REPO}:Q2_K"]
     first = subprocess.run(line, capture_output=True, text=True, check=False)
     assert first.stdout == f"{snapshot(tmp_path / 'home' / 'hub')}/model-Q2_K.gguf\n", first.stderr
+    ours = (f"/api/models/{REPO}", f"/{REPO}/resolve/")
+    assert [path for _, path, *_ in hub.asked if not path.startswith(ours)] == [], "docs name what is asked"
     hub.asked.clear()
     offline = subprocess.run(
         line, capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"}
