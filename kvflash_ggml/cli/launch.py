@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -47,10 +47,10 @@ Told = tuple[dict[str, str], list[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """file: its name on the PATH. package: of npm. tells: how it is pointed to a server."""
+    """file: its name on the PATH. install: the command that installs it. tells: how it is pointed to a server."""
 
     file: str
-    package: str
+    install: str
     tells: Callable[[Served], Told]
 
 
@@ -107,17 +107,40 @@ def _qwen_code(served: Served) -> Told:
     return environment, ["--auth-type", "openai"]
 
 
+def _aider(served: Served) -> Told:
+    environment = {"OPENAI_API_BASE": f"{served.url}/v1", "OPENAI_API_KEY": served.key}
+    return environment, ["--model", f"openai/{served.model}", "--no-show-model-warnings"]
+
+
+def _goose(served: Served) -> Told:
+    environment = {
+        "GOOSE_PROVIDER": "openai",
+        "GOOSE_MODEL": served.model,
+        "GOOSE_CONTEXT_LIMIT": str(served.n_ctx),
+        "OPENAI_HOST": served.url,
+        "OPENAI_BASE_PATH": "v1/chat/completions",
+        "OPENAI_API_KEY": served.key,
+    }
+    return environment, []
+
+
 PROGRAMS: Mapping[str, Program] = {
-    "claude": Program(file="claude", package="@anthropic-ai/claude-code", tells=_claude),
-    "codex": Program(file="codex", package="@openai/codex", tells=_codex),
-    "opencode": Program(file="opencode", package="opencode-ai", tells=_opencode),
-    "qwen-code": Program(file="qwen", package="@qwen-code/qwen-code", tells=_qwen_code),
+    "claude": Program(file="claude", install="npm install -g @anthropic-ai/claude-code", tells=_claude),
+    "codex": Program(file="codex", install="npm install -g @openai/codex", tells=_codex),
+    "opencode": Program(file="opencode", install="npm install -g opencode-ai", tells=_opencode),
+    "qwen-code": Program(file="qwen", install="npm install -g @qwen-code/qwen-code", tells=_qwen_code),
+    "aider": Program(file="aider", install="pip install aider-chat", tells=_aider),
+    "goose": Program(file="goose", install="see its documentation", tells=_goose),
 }
 
 
 @click.command(context_settings=HELP | {"auto_envvar_prefix": "KVFLASH", "allow_interspersed_args": False})
+@click.option("--url", metavar="URL", help="A server that runs already.  [default: http://127.0.0.1:PORT]")
 @click.option(
-    "--url", metavar="URL", default="http://127.0.0.1:8080", show_default=True, help="A server that runs already."
+    "--port",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    help="Of the server on this machine: of one that runs (8080 unless given), or of one that -m starts (a free one).",
 )
 @click.option("--api-key", metavar="KEY", default="none", help="Of the server, if it needs one.")
 @click.option(
@@ -131,7 +154,14 @@ PROGRAMS: Mapping[str, Program] = {
 @click.argument("program", type=click.Choice(list(PROGRAMS)))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGUMENTS]...")
 def launch(
-    *, url: str, api_key: str, model: Path | None, dry_run: bool, program: str, arguments: tuple[str, ...]
+    *,
+    url: str | None,
+    port: int | None,
+    api_key: str,
+    model: Path | None,
+    dry_run: bool,
+    program: str,
+    arguments: tuple[str, ...],
 ) -> None:
     """Start a coding agent on a server of this package, and change no file.
 
@@ -140,11 +170,13 @@ def launch(
     kvflash-run launch -m model.gguf codex -- exec "Fix it"    on a server of its own
     kvflash-run launch --dry-run opencode                      what to set
     """
+    if url is not None and (port is not None or model is not None):
+        raise click.UsageError(f"--url {url} names the server: leave out {'--port' if model is None else '--model'}")
     wanted = PROGRAMS[program]
     found = shutil.which(wanted.file)  # first: to load a model may take minutes
     if found is None and not dry_run:
-        raise click.UsageError(f"there is no program {wanted.file!r} on the PATH: npm install -g {wanted.package}")
-    with _server(model, api_key) if model is not None else _given(url) as address:
+        raise click.UsageError(f"there is no program {wanted.file!r} on the PATH: {wanted.install}")
+    with _server(model, api_key, port or 0) if model is not None else _given(url, port or 8080) as address:
         environment, given = wanted.tells(_served(address, api_key))
         line = [*given, *(arguments[1:] if arguments[:1] == ("--",) else arguments)]
         for name, value in environment.items():
@@ -158,14 +190,15 @@ def launch(
 
 
 @contextmanager
-def _given(url: str) -> Iterator[str]:
-    yield url.rstrip("/").removesuffix("/v1")
+def _given(url: str | None, port: int) -> Iterator[str]:
+    yield (url or f"http://127.0.0.1:{port}").rstrip("/").removesuffix("/v1")
 
 
 @contextmanager
-def _server(model: Path, key: str) -> Iterator[str]:
+def _server(model: Path, key: str, port: int) -> Iterator[str]:
     """The address of a new server, which ends with the program. ClickException if it does not come up."""
-    line = [sys.executable, "-m", "kvflash_ggml", "serve", str(model), "--host", "127.0.0.1", "--port", "0", "-q"]
+    line = [sys.executable, "-m", "kvflash_ggml", "serve", str(model), "--host", "127.0.0.1", "-q"]
+    line += ["--port", str(port)]
     keys = {} if key == "none" else {"KVFLASH_API_KEY": key}
     # in a session of its own, so that Ctrl-C reaches the program alone
     process = subprocess.Popen(
@@ -177,8 +210,7 @@ def _server(model: Path, key: str) -> Iterator[str]:
     try:
         for said in process.stderr:
             if found := re.search(r"serving .* at (http://\S+)", said):
-                # a pipe that nobody reads would stop the server in time
-                threading.Thread(target=deque, args=(process.stderr, 0), daemon=True).start()
+                threading.Thread(target=_drop, args=(process.stderr,), daemon=True).start()
                 yield found[1]
                 return
             note(said.rstrip("\n"))
@@ -188,6 +220,12 @@ def _server(model: Path, key: str) -> Iterator[str]:
         process.wait()
         for number, handler in zip(ends, before, strict=True):
             signal.signal(number, handler)
+
+
+def _drop(lines: TextIO) -> None:
+    """Read to the end: a pipe that nobody reads would stop the server in time."""
+    with lines:
+        deque(lines, 0)
 
 
 def _served(url: str, key: str) -> Served:

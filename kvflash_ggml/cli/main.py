@@ -43,6 +43,10 @@ _NAMES = {"exec": "execute", "list": "list_"}
 """The names of the commands there, where Python has the verb for something else."""
 
 
+_CONVERTS = ("convert", "quantize")
+"""Verbs that one may look for here."""
+
+
 class Imported(Mapping[str, click.Command]):
     """The verbs, each imported when it is looked up: `--version` and an error need none of them."""
 
@@ -97,6 +101,8 @@ class DefaultRun(Verbs):
                 and not _MODEL_OPTIONS & {*args}
                 and not _MODEL_VARIABLES & {*os.environ}
             ):
+                if args[0] in _CONVERTS:
+                    raise click.UsageError(f"{args[0]!r} is no verb here: kvflash-convert makes and changes files", ctx)
                 close = difflib.get_close_matches(args[0], self.commands, n=1)
                 hint = f": did you mean {close[0]}?" if close else f". Verbs are {', '.join(self.commands)}."
                 raise click.UsageError(f"{args[0]!r} is neither a verb nor a model file{hint}", ctx)

@@ -197,7 +197,7 @@ def resolve(config: KVFlashConfig, *, n_ctx: int, slot_bytes: int, lanes: Sequen
     elif config.pool == "auto":
         least, most = bounds(config, n_ctx)
         tight = min(lanes, key=lambda lane: lane.slots(least, most), default=None)
-        slots, why = most, f"auto: no more are faster, {per_token}"
+        slots, why = most, f"auto{': no more are faster' if most < ceiling else ''}, {per_token}"
         if tight is not None and tight.slots(least, most) < most:
             slots = tight.slots(least, most) // POOL_STEP * POOL_STEP
             room = f"{max(0, tight.free) / 2**20:,.0f} MiB on {tight.name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -48,16 +49,27 @@ def entry(name: str, created: int, meta: Mapping[str, Any], **more: Any) -> dict
     return {"id": name, "object": "model", "created": created, "owned_by": "kvflash_ggml", "meta": dict(meta), **more}
 
 
+def _anthropics(entry: dict[str, Any]) -> dict[str, Any]:
+    """The same as Anthropic's clients know it."""
+    made = datetime.fromtimestamp(entry["created"], timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {"type": "model", "id": entry["id"], "display_name": entry["id"], "created_at": made}
+
+
 def listed(request: HttpRequest, entries: Sequence[dict[str, Any]]) -> Response:
     """All models, or the one that is asked for. ApiError if there is no such model."""
     wanted = request.path_params.get("model")
+    anthropics = "anthropic-version" in request.headers
+    if wanted is None and anthropics:
+        names = [one["id"] for one in entries]
+        ends = {"first_id": names[0], "last_id": names[-1]} if names else {"first_id": None, "last_id": None}
+        return JSONResponse({"data": [_anthropics(one) for one in entries], "has_more": False, **ends})
     if wanted is None:
         # Codex asks with its version, and wants what it knows of models of its own
         codex: dict[str, Any] = {"models": []} if "client_version" in request.query_params else {}
         return JSONResponse({"object": "list", "data": [*entries], **codex})
     for one in entries:
         if wanted in (one["id"], *one.get("aliases", ())):
-            return JSONResponse(one)
+            return JSONResponse(_anthropics(one) if anthropics else one)
     raise unknown(wanted, [one["id"] for one in entries])
 
 

@@ -39,7 +39,7 @@ FRONTS = ("/v1", "")
 
 NOT_HERE = {
     "/api/pull": "fetch a model with kvflash-run pull, and start a server with it",
-    "/v1/audio/transcriptions": "this server reads text only",
+    "/v1/audio/transcriptions": "send the sound in a chat, as input_audio, to a server with --mmproj",
     "/v1/images/generations": "this server makes text only",
 }
 """What clients may look for, and what to do instead."""

@@ -20,7 +20,7 @@ def ended(request: Request, usage: Usage, reason: str) -> None:
     line = {
         "id": request.id,
         "key": request.key[:8],
-        "prompt": usage.prompt,
+        "prompt": len(request.tokens),  # also where the client left before they were read
         "cached": usage.cached,
         "generated": made,
         "queue_ms": _ms(usage.queue_s),

@@ -48,6 +48,7 @@ class ResponsesRequest(TranslatedRequest):
     input: str | Objects
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: Any = None  # refused
     max_output_tokens: Whole = Field(-1, ge=-1)
     store: bool = True
     tool_choice: str | dict[str, Any] | None = None
@@ -111,6 +112,10 @@ async def _items(
     ApiError if it is not known, or if all items are more than a client could send.
     """
     id = asked.previous_response_id
+    if asked.conversation is not None:  # left out, the model would answer without what went before
+        raise invalid(
+            "conversation", "conversations are not kept by a name here: send previous_response_id, or all items"
+        )
     if id is None:
         return (), _given(asked)
     access, conversations = front.access(http), front.scheduler.conversations

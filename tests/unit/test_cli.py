@@ -792,3 +792,9 @@ def test_a_chat_takes_an_image(cli: Stage, tmp_path: Path) -> None:
     cli("m.gguf", "-cnv", "--mmproj", image, stdin=f"/audio '{image}'\nwho?\n")
     assert [part["type"] for part in cli.made[-1].requests[-1][0][0]["content"]] == ["input_audio", "text"]
     assert "--mmproj FILE" in cli("m.gguf", "-cnv", stdin=f"/image '{image}'\n").stderr
+
+
+@pytest.mark.parametrize("verb", ["convert", "quantize"])
+def test_a_verb_of_the_other_program(cli: Stage, verb: str) -> None:
+    result = cli(verb, "x")
+    assert (result.exit_code, "kvflash-convert" in result.output) == (2, True)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner, Result
@@ -20,7 +21,7 @@ from click.testing import CliRunner, Result
 from kvflash_ggml.cli import main
 from kvflash_ggml.cli.launch import PROGRAMS
 
-FILES = {"claude": "claude", "codex": "codex", "opencode": "opencode", "qwen-code": "qwen"}
+FILES = {name: name for name in PROGRAMS} | {"qwen-code": "qwen"}
 
 
 class Models(BaseHTTPRequestHandler):
@@ -133,6 +134,25 @@ def test_a_server_of_its_own_does_not_stay(end: str, url: str, programs: Path) -
     assert ended.returncode == 128 + getattr(signal, f"SIG{end}"), ended.stderr
     with pytest.raises(ProcessLookupError):
         os.kill(int((programs / "server.said").read_text()), 0)
+
+
+def test_a_port(url: str, programs: Path) -> None:
+    """Of a server that runs, or of one that is started."""
+    port = url.rpartition(":")[2]
+    result = run("--port", port, "--api-key", "secret", "--dry-run", "claude")
+    assert f"ANTHROPIC_BASE_URL=http://127.0.0.1:{port}" in result.output
+    server = programs / "server"
+    server.write_text(f'#!/bin/sh\necho "$@" > "$0.said"\necho "serving mine at {url}" >&2\nexec sleep 60\n')
+    server.chmod(0o755)
+    with mock.patch.object(sys, "executable", str(server)):
+        assert run("--port", "8099", "--api-key", "secret", "-m", str(server), "claude").exit_code == 7
+    assert (programs / "server.said").read_text().rstrip().endswith("--port 8099")
+
+
+@pytest.mark.parametrize("other", [("--port", "8099"), ("-m", __file__)])
+def test_an_address_that_is_given_twice(other: tuple[str, str], url: str) -> None:
+    result = run("--url", url, *other, "--dry-run", "claude")
+    assert (result.exit_code, "leave out" in result.output) == (2, True)
 
 
 def test_without_a_server(url: str, programs: Path) -> None:

@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -383,6 +384,17 @@ def test_biases_of_texts(bias: Any) -> None:
 def test_no_limit_but_the_context() -> None:
     told = Server(default_tokens=-1).post("/completion", {"prompt": "x", "response_fields": ["generation_settings"]})
     assert told.json["generation_settings"]["n_predict"] == FakeModel().n_ctx
+
+
+def test_models_as_anthropics_clients_want_them() -> None:
+    """They say their version, and read other fields."""
+    for path in ("/v1/models?limit=20", "/v1/models/fake"):
+        said = Server().get(path, anthropic_version="2023-06-01").json
+        (one,) = said.get("data", [said])
+        assert datetime.fromisoformat(one.pop("created_at").replace("Z", "+00:00")).year > 2000
+        assert one == {"type": "model", "id": "fake", "display_name": "fake"}
+        if "data" in said:
+            assert (said["has_more"], said["first_id"], said["last_id"]) == (False, "fake", "fake")
 
 
 def test_models_and_props() -> None:

@@ -396,6 +396,7 @@ def test_an_answer_leaves_one_line_also_where_it_fails(caplog: pytest.LogCapture
     for model in (FakeModel(), FakeModel(on_step=fail)):
         Server(model, on_end=requestlog.ended).post("/v1/completions", {"prompt": "x", "max_tokens": 1})
     assert [line["finish"] for line in lines(caplog)] == ["length", "internal_error"]
+    assert [line["prompt"] for line in lines(caplog)] == [1, 1], "one that was not read has tokens too"
 
 
 def test_a_failure_of_the_server_leaves_a_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -383,3 +383,13 @@ def test_what_a_failure_cuts_is_not_complete() -> None:
     assert (done["type"], failed["type"]) == ("response.output_item.done", "response.failed")
     assert done["item"]["content"][0]["text"] in ("a", "an", "an ", "an a", "an an", "an ans")
     assert done["item"]["status"] == failed["response"]["output"][0]["status"] == "incomplete"
+
+
+def test_a_conversation_of_openais_servers_is_refused() -> None:
+    """The model would answer without what went before. `null` is none."""
+    for conversation in ("conv_1", {"id": "conv_1"}):
+        for path in ("/v1/responses", "/v1/responses/input_tokens"):
+            reply = Server().post(path, {"input": "x", "conversation": conversation})
+            assert (reply.status, reply.json["error"]["param"]) == (400, "conversation")
+            assert "send previous_response_id, or all items" in reply.message
+    assert Server().post("/v1/responses", {"input": "x", "conversation": None, "max_output_tokens": 1}).status == 200

@@ -124,6 +124,8 @@ def test_why_names_what_decided() -> None:
 
     assert "80.0 KiB a token" in why()
     assert "minimum" in why(free=0)
+    assert "no more are faster" in why()
+    assert why(n_ctx=8192) == "auto, at 80.0 KiB a token, which is the whole context"
     assert "whole context" in why(n_ctx=512)
     assert why(pool=4096) == "4096 asked for"
 
