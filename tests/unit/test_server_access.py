@@ -56,7 +56,7 @@ COUNTING = [
 ]
 
 NOTHING = [
-    "/api/version", "/api/tags", "/api/ps", "/api/pull",
+    "/api/version", "/api/tags", "/api/ps", "/api/pull", "/tokenizer_info",
     "/v1/audio/transcriptions", "/v1/images/generations", "/v1/models", "/models", "/health", "/v1/health",
     "/metrics", "/props", "/", "/kvflash/state", "/kvflash/events", "/kvflash/conversations",
 ]  # fmt: skip
