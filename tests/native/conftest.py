@@ -31,6 +31,7 @@ from support.harness import (
 from support.rounding import GPU_LAYERS, ON_GPU
 
 from kvflash_ggml import KVFlashConfig
+from kvflash_ggml.llama.hints import SlowPrompt
 from kvflash_ggml.native import library
 
 
@@ -44,6 +45,12 @@ def skips_what_a_gpu_cannot_attend_to() -> Iterator[None]:
         if not ON_GPU or "cannot attend" not in str(err):
             raise
         pytest.skip(str(err))
+
+
+@pytest.fixture(autouse=True)
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line about a slow prompt would depend on how slow this machine is. Tests of it bring a clock."""
+    monkeypatch.setattr(SlowPrompt.__init__, "__defaults__", (lambda: 0.0,))
 
 
 @pytest.fixture(scope="session")
