@@ -173,7 +173,7 @@ class Reader:
         """Copy what a step of the sequence has computed to the fields of the Llama."""
         sequence, llm = self.pooled, self.llm
         llm.input_ids[start : start + count] = sequence.ids[start : start + count]
-        if llm._logits_all or self.on_logits is not None:  # `output_all`, without a call: every decoded token comes here
+        if llm._logits_all or self.on_logits is not None:  # without a call: every token comes here
             logits = np.ctypeslib.as_array(llm._ctx.get_logits_ith(sequence.logits.first), shape=(count, llm._n_vocab))
             if llm._logits_all:
                 llm.scores[start : start + count] = logits
