@@ -102,6 +102,7 @@ def make_app(front: Front, metrics: Metrics) -> Starlette:
         route("/v1/models", about.models),
         route("/v1/models/{model:path}", about.models),
         route("/models", about.models),
+        *(route(f"{front}/responses/{{id}}", responses.retrieve) for front in FRONTS),
         route("/health", about.health),
         route("/v1/health", about.health),
         route("/metrics", show_metrics),

@@ -49,17 +49,19 @@ class Kept:
     """A response that later requests can continue.
 
     items: of the request and of the response: JSON lists as text, which kept responses share. Objects would take twenty
-    times as much. conversation: the text that has them; salt: its owner; key: of the request.
+    times as much. conversation: the text that has them; salt: its owner; key: of the request. response: all of it but
+    its output, as JSON.
     """
 
     items: tuple[bytes, ...]
     conversation: str
     salt: str
     key: str = ""
+    response: bytes = b"{}"
 
     @property
     def size(self) -> int:
-        return _BESIDE + sum(map(len, self.items))
+        return _BESIDE + len(self.response) + sum(map(len, self.items))
 
     def json(self) -> bytes:
         """Return all items as one JSON list."""

@@ -83,13 +83,32 @@ async def responses(front: Front, http: HttpRequest) -> Response:
     (request,) = requests
     new = await front.work(http, lambda: as_json(_given(asked)).encode())
 
-    def keep(output: list[dict[str, Any]], conversation: str) -> None:
+    def keep(response: dict[str, Any], conversation: str) -> None:
         if asked.store and request.reuse:
-            now = (*kept, new, as_json(output).encode())
-            front.items.keep(answer.id, Kept(items=now, conversation=conversation, salt=request.salt, key=request.key))
+            bare = {name: value for name, value in response.items() if name != "output"}
+            front.items.keep(
+                answer.id,
+                Kept(
+                    items=(*kept, new, as_json(response["output"]).encode()),
+                    conversation=conversation,
+                    salt=request.salt,
+                    key=request.key,
+                    response=as_json(bare).encode(),
+                ),
+            )
 
     answer = ResponseAnswer(front.settings.alias, request.id, asked, tools, rendered.reader(), keep)
     return await front.respond(http, requests, [answer], each=1, stream=asked.stream)
+
+
+async def retrieve(front: Front, http: HttpRequest) -> Response:
+    """A response that is kept, as it was told. ApiError 404 for another one."""
+    id = http.path_params["id"]
+    kept = await _kept(front, http, id)
+    if kept is None:
+        message = f"the response {id[:80]!r} is not kept, or not any more: ask again, with store: true"
+        raise ApiError(404, message, code="response_not_found")
+    return Response(b'%s, "output": %s}' % (kept.response[:-1], kept.items[-1]), media_type="application/json")
 
 
 async def input_tokens(front: Front, http: HttpRequest) -> Response:
@@ -102,6 +121,19 @@ async def input_tokens(front: Front, http: HttpRequest) -> Response:
 
 def _given(asked: ResponsesRequest) -> list[dict[str, Any]]:
     return [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input
+
+
+async def _kept(front: Front, http: HttpRequest, id: str) -> Kept | None:
+    """What is kept of a response; None if it is not known, not for this client, or its conversation was erased."""
+    access, conversations = front.access(http), front.scheduler.conversations
+    kept = front.items.find(id, access)
+    # one that moves just now may be seen nowhere from here
+    if kept is None or not (
+        conversations.keeps(kept.conversation, access)
+        or await front.engine(lambda: conversations.keeps(kept.conversation, access), looks=True)
+    ):
+        return None
+    return kept
 
 
 async def _items(
@@ -118,13 +150,8 @@ async def _items(
         )
     if id is None:
         return (), _given(asked)
-    access, conversations = front.access(http), front.scheduler.conversations
-    kept = front.items.find(id, access)
-    # one that moves just now may be seen nowhere from here
-    if kept is None or not (
-        conversations.keeps(kept.conversation, access)
-        or await front.engine(lambda: conversations.keeps(kept.conversation, access), looks=True)
-    ):
+    kept = await _kept(front, http, id)
+    if kept is None:
         raise ApiError(
             400,
             f"previous_response_id: {id[:80]!r} is not kept, or not any more: send all items of the conversation",
@@ -300,8 +327,8 @@ def _form(asked: ResponsesRequest) -> dict[str, Any]:
 class ResponseAnswer(Answer):
     """Events of an answer as OpenAI's: items of reasoning, text and calls, one after the other.
 
-    tools: what the chat's functions are to the client. keep: called with the items of the whole answer, and the name of
-    the conversation that has it.
+    tools: what the chat's functions are to the client. keep: called with the whole response, and the name of the
+    conversation that has it.
     """
 
     def __init__(
@@ -311,7 +338,7 @@ class ResponseAnswer(Answer):
         asked: ResponsesRequest,
         tools: Mapping[str, Tool],
         reader: AnswerReader,
-        keep: Callable[[list[dict[str, Any]], str], None],
+        keep: Callable[[dict[str, Any], str], None],
     ) -> None:
         super().__init__(asked, reader)
         self.id = id.replace("-", "_")
@@ -339,8 +366,9 @@ class ResponseAnswer(Answer):
         items += [self._call(call) for call in said.calls]
         for item in items[-1:]:
             item["status"] = _ended(finished)[0]
-        self._keep(items, self._conversation)
-        return self._response(*_ended(finished), output=items, usage=_usage(finished.usage))
+        response = self._response(*_ended(finished), output=items, usage=_usage(finished.usage))
+        self._keep(response, self._conversation)
+        return response
 
     # --- as a stream
 
@@ -359,8 +387,8 @@ class ResponseAnswer(Answer):
         if isinstance(event, Finished):
             status, why = _ended(event)
             yield from self._close(status)
-            self._keep(self._output, self._conversation)
             response = self._response(status, why, output=self._output, usage=_usage(event.usage))
+            self._keep(response, self._conversation)
             yield self._event(f"response.{status}", response=response | self._report(event))
 
     def failed(self, error: ApiError) -> bytes:

@@ -86,6 +86,7 @@ def asked(id: str) -> dict[str, list[Asked]]:
             path: [(path, {"input": TEXT}), (path, GOES_ON)]
             for path in ("/v1/responses/input_tokens", "/responses/input_tokens")
         },
+        **{f"{front}/responses/{{id}}": [(f"{front}/responses/{UNKNOWN}", None)] for front in ("/v1", "")},
         "/tokenize": [("/tokenize", {"content": "x"})],
         "/detokenize": [("/detokenize", {"tokens": [120]})],
         "/apply-template": [("/apply-template", {"messages": [{"role": "user", "content": "x"}]})],
@@ -104,7 +105,7 @@ def asked(id: str) -> dict[str, list[Asked]]:
 async def ask(client: Client, method: str, one: Asked, key: str, response: str) -> Reply:
     path, body = one
     body = {**GOES_ON, "previous_response_id": response} if body is GOES_ON else body
-    call = client.call(method, path, body, x_api_key=key)
+    call = client.call(method, path.replace(UNKNOWN, response), body, x_api_key=key)
     if path == "/kvflash/events":
         reply = await call.until(lambda reply: bool(reply.frames) or reply.ended)
         call.leave()

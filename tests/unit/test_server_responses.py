@@ -207,6 +207,8 @@ def test_a_response_that_is_not_kept(how: str) -> None:
             (known,) = (await client.get("/kvflash/conversations")).json["data"]
             await client.call("DELETE", f"/kvflash/conversations/{known['id']}").done()
         id = "resp_1" if how == "unknown" else id
+        gone = await client.get(f"/v1/responses/{id}")
+        assert (gone.status, gone.json["error"]["code"]) == (404, "response_not_found")
         return await client.post("/v1/responses", {"input": "go on", "previous_response_id": id})
 
     reply = Server().run(work)
@@ -393,3 +395,23 @@ def test_a_conversation_of_openais_servers_is_refused() -> None:
             assert (reply.status, reply.json["error"]["param"]) == (400, "conversation")
             assert "send previous_response_id, or all items" in reply.message
     assert Server().post("/v1/responses", {"input": "x", "conversation": None, "max_output_tokens": 1}).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_kept_response_is_told_again(stream: bool) -> None:
+    """Also one that goes on from another: its output is its own."""
+
+    async def work(client: Client) -> None:
+        before: str | None = None
+        for text in ("first", "second"):
+            asked = {"input": text, "stream": stream, "metadata": {"a": "b"}, "previous_response_id": before}
+            reply = await client.post("/v1/responses", asked)
+            told = reply.frames[-1]["response"] if stream else reply.json
+            before = told["id"]
+            for front in ("/v1", ""):
+                again = (await client.get(f"{front}/responses/{before}")).json
+                assert again == {name: value for name, value in told.items() if name in again}
+                assert {"id", "object", "created_at", "model", "output", "status", "usage", "metadata"} <= again.keys()
+                assert again["output"]
+
+    Server().run(work)
