@@ -285,6 +285,8 @@ class PoolStats:
         if not reading.exact:
             return f"reading by the pool ({reading.why})"
         size = f"{stage} tokens in view: {reading.why}, {self.stage_bytes / 2**20:.1f} MiB"
+        if self._sequence.config.reading == "preview":
+            return f"answering long prompts from a part of them, then reading exact ({size})"
         return f"reading {'and answering ' if reading.answers_exactly else ''}exact ({size})"
 
     def _drafts(self) -> str:

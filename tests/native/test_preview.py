@@ -150,3 +150,9 @@ def test_stopping_criteria_see_the_text_of_a_preview(llama: Any, prompt: list[in
     assert llm.kvflash.last.previewed == len(prompt)
     assert made["choices"][0]["finish_reason"] == reason
     assert made["usage"]["completion_tokens"] == (0 if stops else 3)
+
+
+def test_the_banner_says_that_answers_are_previews(llama: Any) -> None:
+    for reading in ("preview", "auto"):
+        banner = llama(kvflash=512, kvflash_reading=reading, n_ctx=4096).kvflash.banner()
+        assert ("answering long prompts from a part of them, then reading exact" in banner) == (reading == "preview")
