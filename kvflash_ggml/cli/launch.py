@@ -153,7 +153,9 @@ PROGRAMS: Mapping[str, Program] = {
 @click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
 @click.argument("program", type=click.Choice(list(PROGRAMS)))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGUMENTS]...")
+@click.pass_context
 def launch(
+    ctx: click.Context,
     *,
     url: str | None,
     port: int | None,
@@ -170,8 +172,13 @@ def launch(
     kvflash-run launch -m model.gguf codex -- exec "Fix it"    on a server of its own
     kvflash-run launch --dry-run opencode                      what to set
     """
-    if url is not None and (port is not None or model is not None):
-        raise click.UsageError(f"--url {url} names the server: leave out {'--port' if model is None else '--model'}")
+    typed = [name for name in ("url", "port", "model") if _is_typed(ctx, name)]
+    if typed[:1] == ["url"] and len(typed) > 1:
+        raise click.UsageError(f"--url {url} names the server: leave out --{typed[1]}")
+    if "port" in typed:  # a variable gives way to the command line
+        url = None
+    elif "url" in typed:
+        model = None
     wanted = PROGRAMS[program]
     found = shutil.which(wanted.file)  # first: to load a model may take minutes
     if found is None and not dry_run:
@@ -187,6 +194,10 @@ def launch(
             return
         code = _run([found, *line], {**os.environ, **environment})
     sys.exit(code)
+
+
+def _is_typed(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
 @contextmanager

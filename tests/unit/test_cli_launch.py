@@ -155,6 +155,14 @@ def test_an_address_that_is_given_twice(other: tuple[str, str], url: str) -> Non
     assert (result.exit_code, "leave out" in result.output) == (2, True)
 
 
+def test_a_variable_gives_way_to_the_command_line(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port, told = url.rpartition(":")[2], ("--api-key", "secret", "--dry-run", "claude")
+    monkeypatch.setenv("KVFLASH_PORT", "9")
+    assert f"ANTHROPIC_BASE_URL={url}" in run("--url", url, *told).output
+    monkeypatch.setenv("KVFLASH_URL", "http://127.0.0.1:9")
+    assert f"ANTHROPIC_BASE_URL=http://127.0.0.1:{port}" in run("--port", port, *told).output
+
+
 def test_without_a_server(url: str, programs: Path) -> None:
     for line in (("--url", "http://127.0.0.1:9"), ("--url", url, "--api-key", "wrong")):
         result = run(*line, "claude")
