@@ -126,10 +126,6 @@ def _read_calibration(text: str) -> bool | Path:
     return asked if isinstance(asked, bool) else Path(asked)
 
 
-MIN_SEQUENCES = 2
-"""Of `parallel="auto"`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings:
     """Which pool there is, and where texts are kept that were read. The rest is in `KVFlashConfig`."""
@@ -162,8 +158,10 @@ class KVFlashConfig:
     sinks: leading chunks that are never evicted.
     tail: newest chunks that are never evicted, besides the one being filled.
     embedding: tokens of a text that llama.embedding.Embedder takes at once, for which memory is left. 0 for none.
-    parallel: sequences that are computed together; `pool_share` says how they divide the pool. "auto" is 8, or fewer
-        where their states would take more than a quarter of the pool's bytes, or the pool has no room for so many.
+    parallel: sequences that are computed together; `pool_share` says how they divide the pool. "auto" is 4, or fewer
+        where their states would take more than a quarter of the pool's bytes or memory that is not there, or half of
+        the pool has no room for the least shares of the others; 1 where something else is asked for that serves one
+        sequence, and with deterministic.
     pool_share: "elastic" lets a scheduler deal the pool anew whenever a request begins or ends, to the texts with one;
         "strict" keeps the shares. None is elastic, and strict where the same bits are promised: with deterministic or
         deterministic_batch.
@@ -297,16 +295,9 @@ class KVFlashConfig:
             )
 
     def _check_parallel(self) -> None:
-        alone = {
-            "answer='lossless'": self.answer == "lossless",
-            "policy='drafter'": self.policy == "drafter",
-            "reading='preview'": self.reading == "preview",
-            "a policy that is an object": not isinstance(self.policy, str),
-        }
-        for name, asked in alone.items():
-            if asked and self.sequences > 1:
-                raise ConfigError(f"{name} serves one sequence, and parallel is {self.parallel}: leave out one of them")
-        if self.deterministic_batch and self.sequences == 1:
+        if self.sequences > 1 and (alone := self.serves_one):
+            raise ConfigError(f"{alone} serves one sequence, and parallel is {self.parallel}: leave out one of them")
+        if self.deterministic_batch and self.parallel == 1:
             raise ConfigError(
                 "deterministic_batch: a sequence alone has nobody beside it, and parallel is 1: leave it out, or give"
                 " parallel"
@@ -328,7 +319,18 @@ class KVFlashConfig:
     @property
     def sequences(self) -> int:
         """Sequences that are computed together; of "auto", those that there are at the least."""
-        return MIN_SEQUENCES if self.parallel == "auto" else self.parallel
+        return 1 if self.parallel == "auto" else self.parallel
+
+    @property
+    def serves_one(self) -> str:
+        """What is asked for that serves one sequence; empty if nothing is."""
+        alone = {
+            "answer='lossless'": self.answer == "lossless",
+            "policy='drafter'": self.policy == "drafter",
+            "reading='preview'": self.reading == "preview",
+            "a policy that is an object": not isinstance(self.policy, str),
+        }
+        return next((name for name, asked in alone.items() if asked), "")
 
     @property
     def same_bits(self) -> bool:

@@ -333,6 +333,7 @@ class LlamaModel:
         last = last if self._drafts else DraftStats()  # it has those of an earlier request
         return {
             "pool": stats.pool,
+            "share": stats.share,
             "length": stats.length,
             "chunks": stats.chunks,
             "resident": stats.resident,

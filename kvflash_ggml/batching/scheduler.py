@@ -49,7 +49,7 @@ PACE_SHARE = 0.02
 GAPS = 4096
 """Times between two tokens of a stream that are kept; the newest."""
 
-ADDED = ("pool", "chunks", "resident", "length", "page_ins", "page_outs")
+ADDED = ("chunks", "resident", "length", "page_ins", "page_outs")
 """Counters of a text; the others are of the model."""
 
 LONG_PROMPT = 1024

@@ -71,7 +71,7 @@ ANSWERED: dict[tuple[str, ...], str] = {
     ),
     ("--context-shift",): "no text is cut: a pool needs no shift, and -c 0 is the length the model was trained for",
     ("-nkvo", "--no-kv-offload"): "the pool is what stays on the device: make it smaller with --kvflash TOKENS",
-    ("-nocb", "--no-cont-batching"): "one answer is computed at a time unless --parallel says more: leave it out",
+    ("-nocb", "--no-cont-batching"): "give --parallel 1: then one answer is computed at a time",
     ("--keep",): "--kvflash-pin 0:N keeps the first N tokens on the device",
     ("--embedding", "--embeddings", "--pooling"): "a server embeds texts: kvflash-run serve MODEL --embeddings",
     ("--embd-normalize",): "an embedding has the length 1: leave it out",

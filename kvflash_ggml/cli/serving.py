@@ -68,9 +68,10 @@ class ServerOptions:
     api_key_file: Path | None = _net(Path, metavar="FILE", exists=True, help="File with more keys, one a line.")
     insecure: bool = _net(bool, default=False, help="Listen at an address that is not loopback without a key.")
     parallel: int | Literal["auto"] = _limits(
-        read_parallel, "-np", "--parallel", default=1, metavar="N|auto",
+        read_parallel, "-np", "--parallel", default="auto", metavar="N|auto",
         help="Answers decoded together, each in its share of the pool; up to 4,096 conversations are kept."
-        " auto: 8, or fewer where recurrent states or the smallest shares take too much.",
+        " auto: 4, or fewer where recurrent states or the smallest shares take too much, or the model or another"
+        " option serves one; the banner says why.",
     )  # fmt: skip
     pool_share: Literal["strict", "elastic"] | None = _limits(
         ("strict", "elastic"),
@@ -217,7 +218,7 @@ def _open(job: Job, path: str) -> Iterator[Any]:
         try:
             llm = stack.enter_context(open_model(path, job.opening, job.log, **served, **together))
         except UnsupportedModelError as err:
-            if server.parallel == 1:
+            if server.parallel in (1, "auto"):
                 raise
             note(f"--parallel {server.parallel} has no effect, answers take turns: {err}")
             llm = stack.enter_context(open_model(path, job.opening, job.log, **served))

@@ -269,8 +269,8 @@ class Llama(llama_cpp.Llama):
         if self._config is not None:
             self._room = room(self, self._config, self._draft_model, **self._steps)
             self.context_params.n_rs_seq = self._room.planes
-            self._config = with_sequences(self, self._config)
-            self._size = self._size_pool(self._config)
+            self._config, alone = with_sequences(self, self._config)
+            self._size = replace(self._size_pool(self._config), alone=alone)
             self._pool_requests.enter_context(self._pool_request(self._size))
 
     def _query_rows(self) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 from .. import policy
 from ..calibration.finder import open_finder
 from ..config import KVFlashConfig
+from ..constants import POOL_STEP, SPEED_CAP, round_up
 from ..drafter import model as drafter
 from ..errors import ConfigError
 from ..native import engine as native
@@ -98,15 +99,26 @@ def allow_several(params: Any, sequences: int, *, n_batch: int, n_ubatch: int) -
     params.n_seq_max, params.kv_unified = sequences, True
 
 
-def with_sequences(llm: Any, config: KVFlashConfig) -> KVFlashConfig:
-    """Set the sequences of the context to be made. Return the config, with a number in place of "auto"."""
+def with_sequences(llm: Any, config: KVFlashConfig) -> tuple[KVFlashConfig, str]:
+    """Set the sequences of the context to be made. Return the config with a number in place of "auto", and why that is
+    one sequence; empty if it is not.
+    """
+    alone = ""
     if config.parallel == "auto":
         params = with_steps(llm._model, llm.context_params, **llm._steps)
-        alone = llm._size_pool(replace(config, parallel=1, deterministic_batch=False))
-        config = replace(config, parallel=sizing.sequences_for(config, llm._model, params, alone.slots))
+        size = llm._size_pool(replace(config, parallel=1, deterministic_batch=False))
+        slots = size.slots
+        if not size.bounded and config.pool_bytes is None:  # several contexts may fill more
+            slots = SPEED_CAP if config.pool == "auto" else round_up(config.pool, POOL_STEP)
+        count, alone = (
+            sizing.sequences_for(config, llm._model, params, slots, query_rows=llm._query_rows())
+            if llm._draft_model is None
+            else (1, "draft_model serves one")
+        )
+        config = replace(config, parallel=count, deterministic_batch=config.deterministic_batch and count > 1)
     if config.sequences > 1:
         allow_several(llm.context_params, config.sequences, **llm._steps)
-    return config
+    return config, alone
 
 
 def _open_text(llm: Any, sequence: Sequence) -> None:

@@ -110,7 +110,11 @@ class PoolStats:
 
     # --- the pool
 
-    pool: int = _live(lambda text: text.pool.share, "Slots on the device that this text can have.")
+    pool: int = _live(lambda text: text.pool.n_slots, "Slots on the device, of all sequences together.")
+    share: int = _live(
+        lambda text: text.table.quota * CHUNK,
+        "Slots that this text can have now. With several sequences it changes as requests of others begin and end.",
+    )
     stateful: bool = _live(
         lambda text: text.engine.info.recurrent or text.engine.info.n_swa > 0,
         "Whether a part of the memory is not pooled (recurrent state, sliding windows): a cut needs a checkpoint.",
@@ -262,17 +266,23 @@ class PoolStats:
         most = info.page_bytes * -(-self.n_ctx // CHUNK) if self._sequence.bounded else 0
         types = info.type_k if info.type_v in (info.type_k, "") else f"{info.type_k}/{info.type_v}"
         return (
-            f"kvflash: pool {self.pool} of {self.n_ctx} tokens ({self._size.why}{self._shares()}), "
+            f"kvflash: pool {self.pool} of {self._contexts()} tokens ({self._size.why}{self._shares()}), "
             f"{self.device_bytes / 2**20:.1f} MiB on {self._where()}, up to {most / 2**20:.0f} MiB on the host"
             f"{' (page-locked)' if info.pinned else ''}, KV {types}, "
             f"{self._reading()}{self._drafts()}, policy {self.policy}{self._index()}, "
             f"{info.n_layers} layers pooled{self._windows()}"
         )
 
+    def _contexts(self) -> str:
+        count = self._size.parallel
+        return f"{count} x {self.n_ctx}" if count > 1 else str(self.n_ctx)
+
     def _shares(self) -> str:
-        count, shared = self._size.parallel, self._sequence.config.is_elastic
-        each = ", and more while others are idle" if shared and self._sequence.bounded else ""
-        return f", for each of {count} sequences{each}" if count > 1 else ""
+        count, least = self._size.parallel, self._sequence.pool.share
+        if count == 1:
+            return f", one answer at a time: {self._size.alone}" if self._size.alone else ""
+        more = ", and more while others are idle" if self._sequence.config.is_elastic and least < self.n_ctx else ""
+        return f", for {count} sequences: {least} for each{more}"
 
     def _where(self) -> str:
         devices = self.devices

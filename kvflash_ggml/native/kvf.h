@@ -213,7 +213,8 @@ enum kvf_status kvf_model_weights  (const void * model, kvf_weight * out, int32_
 
 // What a context of this model would take, with a pool of so many cells (a multiple of 256; 0: stock) that keeps query_rows
 // queries. Nothing of it is made, but for the model's devices themselves. No other call may use the model meanwhile, and no
-// request of kvf_set_pool() is left. REFUSED if the model cannot have a pool, ARGUMENT if there can be no such context.
+// request of kvf_set_pool() is left. REFUSED if the model cannot have a pool, or so many sequences in one; ARGUMENT if there
+// can be no such context.
 enum kvf_status kvf_measure(void * model, const void * context_params, uint32_t cells, uint32_t query_rows,
                             kvf_need * needs, int32_t n_devices, kvf_layer_need * layers, int32_t n_layers);
 

@@ -19,30 +19,6 @@
 
 namespace {
 
-// The windows of all sequences at their longest, and a step.
-std::string window_refusal(llama_context & ctx) {
-    auto * iswa = kvf_find_iswa(ctx.get_memory());
-    if (!iswa) {
-        return "";
-    }
-    const auto & cparams = ctx.get_cparams();
-    const auto   cells   = iswa->get_swa()->get_size();
-    const auto   needed  = std::min(ctx.get_model().hparams.n_swa, cparams.n_ctx_seq)*cparams.n_seq_max + cparams.n_ubatch;
-    return cells >= needed ? "" : "sliding windows of " + std::to_string(cparams.n_seq_max) + " sequences and a step need "
-           + std::to_string(needed) + " cells, and there are " + std::to_string(cells) + ": n_ctx must be as large, or n_seq_max smaller";
-}
-
-std::string sequences_refusal(llama_context & ctx) {
-    auto *       memory = ctx.get_memory();
-    const auto * what   = kvf_find_recurrent(memory) && kvf_find_iswa(memory) ? "recurrent state beside a sliding window is kept for one"
-                        : ctx.get_model().hparams.ple_n_heads != 0            ? "its n-gram inputs are those of one"
-                        : !ctx.get_cparams().flash_attn                       ? "without flash attention a pool serves one"
-                                                                              : nullptr;
-    return what ? "the context is made for " + std::to_string(ctx.get_cparams().n_seq_max) + " sequences, and " + what
-                      + ": n_seq_max must be 1"
-                : window_refusal(ctx);
-}
-
 std::string context_refusal(llama_context & ctx) {
     auto * memory  = ctx.get_memory();
     auto   refusal = kvf_refusal(ctx.get_model(), memory);
@@ -50,7 +26,7 @@ std::string context_refusal(llama_context & ctx) {
         refusal = "the context was made without a pool";
     }
     if (refusal.empty() && ctx.get_cparams().n_seq_max != 1) {
-        refusal = sequences_refusal(ctx);
+        refusal = kvf_sequences_refusal(ctx);
     }
     if (refusal.empty()) {
         refusal = kvf_attention_refusal(ctx);

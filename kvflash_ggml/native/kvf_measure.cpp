@@ -298,6 +298,11 @@ kvf_status kvf_measure(void * model_ptr, const void * context_params, uint32_t c
         if (!ctx) {
             return kvf_fail(KVF_STATUS_ARGUMENT, "%s", log.errors("there can be no such context"));
         }
+        if (cells && params.n_seq_max > 1) {
+            if (const auto refusal = kvf_sequences_refusal(*ctx); !refusal.empty()) {
+                return kvf_fail(KVF_STATUS_REFUSED, "%s", refusal.c_str());
+            }
+        }
         std::fill(layers, layers + n_layers, kvf_layer_need { n_devices - 1, 0, 0, 0, 0, 0 });
         describe_layers(model, ctx->get_memory(), layers);
         name_needs(model, needs);

@@ -7,6 +7,7 @@
 #include "kvf_state.h"
 
 #include "llama-arch.h"
+#include "llama-context.h"
 #include "llama-graph.h"
 #include "llama-kv-cache-iswa.h"
 #include "llama-memory-hybrid-idx.h"
@@ -52,6 +53,19 @@ std::string memory_refusal(llama_memory_i * memory) {
         return "none of its layers has a KV cache without a sliding window";
     }
     return "";
+}
+
+// The windows of all sequences at their longest, and a step.
+std::string window_refusal(llama_context & ctx) {
+    auto * iswa = kvf_find_iswa(ctx.get_memory());
+    if (!iswa) {
+        return "";
+    }
+    const auto & cparams = ctx.get_cparams();
+    const auto   cells   = iswa->get_swa()->get_size();
+    const auto   needed  = std::min(ctx.get_model().hparams.n_swa, cparams.n_ctx_seq)*cparams.n_seq_max + cparams.n_ubatch;
+    return cells >= needed ? "" : "sliding windows of " + std::to_string(cparams.n_seq_max) + " sequences and a step need "
+           + std::to_string(needed) + " cells, and there are " + std::to_string(cells) + ": n_ctx must be as large, or n_seq_max smaller";
 }
 
 // What llama_init_from_model makes no context with: the smallest memory would fail an assertion, and end the process.
@@ -113,6 +127,17 @@ llama_kv_cache * kvf_find_pooled(llama_memory_i * memory) {
 std::string kvf_refusal(const llama_model & model, llama_memory_i * memory) {
     const auto refusal = model_refusal(model);
     return refusal.empty() ? memory_refusal(memory) : refusal;
+}
+
+std::string kvf_sequences_refusal(llama_context & ctx) {
+    auto *       memory = ctx.get_memory();
+    const auto * what   = kvf_find_recurrent(memory) && kvf_find_iswa(memory) ? "recurrent state beside a sliding window is kept for one"
+                        : ctx.get_model().hparams.ple_n_heads != 0            ? "its n-gram inputs are those of one"
+                        : !ctx.get_cparams().flash_attn                       ? "without flash attention a pool serves one"
+                                                                              : nullptr;
+    return what ? "the context is made for " + std::to_string(ctx.get_cparams().n_seq_max) + " sequences, and " + what
+                      + ": n_seq_max must be 1"
+                : window_refusal(ctx);
 }
 
 std::vector<kvf_layer> kvf_describe_layers(const llama_model & model, const llama_kv_cache & kv, int64_t & page_bytes) {

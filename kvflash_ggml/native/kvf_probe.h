@@ -28,6 +28,9 @@ llama_kv_cache * kvf_find_pooled(llama_memory_i * memory);
 // Why a pool cannot serve this model with this memory, or an empty string.
 std::string kvf_refusal(const llama_model & model, llama_memory_i * memory);
 
+// Why a context with a pool cannot have as many sequences as it was made for, more than one; or an empty string.
+std::string kvf_sequences_refusal(llama_context & ctx);
+
 // Why a device cannot attend to the cache of its layers, or an empty string. llama.cpp would copy all of it to the CPU in each
 // step.
 std::string kvf_attention_refusal(llama_context & ctx);

@@ -62,8 +62,8 @@ def measure(model: int, params: ctypes.Structure, *, cells: int, query_rows: int
     """Return what a context of the llama_model at this address would take, with a pool of `cells` slots, 0 for stock.
 
     params: llama_context_params. The model may be loaded or a sketch, and nothing else may use it meanwhile. No request
-    of `pool_request` is left. UnsupportedModelError if the model cannot have a pool, NotMade if there can be no such
-    context.
+    of `pool_request` is left. UnsupportedModelError if the model cannot have a pool, or not so many sequences in one.
+    NotMade if there can be no such context.
     """
     devices: Any = ffi.new("kvf_need[]", lib.kvf_model_n_devices(_address(model)))
     layers: Any = ffi.new("kvf_layer_need[]", lib.kvf_model_n_layers(_address(model)))

@@ -8,26 +8,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ..config import MIN_SEQUENCES, Fit, KVFlashConfig
+from ..config import Fit, KVFlashConfig
 from ..constants import CHUNK, POOL_STEP, SPEED_CAP, round_up
-from ..errors import mebibytes
+from ..errors import UnsupportedModelError, mebibytes
 from . import memory
 from .needs import STAGED_PAGES
 from .sizes import HOST, Device
 
 if TYPE_CHECKING:
     from ..native.info import DeviceInfo
+    from ..native.sizes import Needs
 
 logger = logging.getLogger("kvflash_ggml")
 
 UNEVEN = 3
 """A device is tight if it has room for less than 3 of 4 slots that all devices together could have."""
 
-MOST_SEQUENCES = 8
-"""Most sequences of `parallel="auto"`. More gain little, and shares of a usual pool become small."""
+MOST_SEQUENCES = 4
+"""Most sequences of `parallel="auto"`, as llama-server has. More take blocks that a text alone could use."""
 
 STATE_SHARE = 4
-"""The states of all sequences take at most this part of the pool's bytes: one in four."""
+"""The states of more than two sequences take at most this part of the pool's bytes: one in four."""
+
+LEAST_SEQUENCES = 2
+"""Sequences that may have states that take more: one that never ends shall not keep all others waiting."""
 
 HALF = 2
 """A pool on the host takes at most half of its memory: page images need the other half."""
@@ -58,7 +62,8 @@ class Lane:
 class PoolSize:
     """slots: the pool. n_ctx: the context of each sequence. why: the arithmetic, for the banner. tight: the device that
     has the least room, where one was looked for. uneven: where it has much less than others, what each device has
-    without the model. parallel: sequences that share the slots equally."""
+    without the model. parallel: sequences that share the slots equally. alone:
+    why there is one, where more could have been."""
 
     slots: int
     n_ctx: int
@@ -66,6 +71,7 @@ class PoolSize:
     tight: Lane | None = None
     uneven: Mapping[str, int] = field(default_factory=dict)
     parallel: int = 1
+    alone: str = ""
 
     @property
     def bounded(self) -> bool:
@@ -214,33 +220,55 @@ def resolve(config: KVFlashConfig, *, n_ctx: int, slot_bytes: int, lanes: Sequen
     return PoolSize(slots=slots, n_ctx=round_up(n_ctx, POOL_STEP), why=why, tight=tight, parallel=config.sequences)
 
 
-def sequences_for(config: KVFlashConfig, model: Any, params: Any, slots: int) -> int:
-    """Return how many sequences `parallel="auto"` means, for a LlamaModel, llama_context_params and a pool."""
-    slot, state = slot_size(model, params), _state_size(model, params, slots)
-    return sequences(config, slots, slot_bytes=slot, state_bytes=state, rows=params.n_ubatch)
+def sequences_for(
+    config: KVFlashConfig, model: Any, params: Any, slots: int, *, query_rows: int = 0
+) -> tuple[int, str]:
+    """Return how many sequences `parallel="auto"` means, and why there is only one; else the reason is empty.
 
-
-def sequences(config: KVFlashConfig, slots: int, *, slot_bytes: int, state_bytes: int, rows: int) -> int:
-    """Return how many sequences `parallel="auto"` means, with a pool of this many slots.
-
-    state_bytes: of a sequence, beside the pool. rows: most rows of a step.
+    model: a LlamaModel. params: llama_context_params of one sequence. slots: the pool, with contexts as long as it
+    takes to fill it. query_rows: captured queries of a sequence.
     """
-    least = (config.sinks + config.tail + 2) * CHUNK
-    count = min(MOST_SEQUENCES, rows, slots // least)
-    if state_bytes:
-        count = min(count, slots * slot_bytes // STATE_SHARE // state_bytes)
-    return max(MIN_SEQUENCES, count)
-
-
-def _state_size(model: Any, params: Any, slots: int) -> int:
-    """Return the bytes of one more sequence beside a pool of this many slots: recurrent state, and sliding windows."""
+    if why := config.serves_one or ("deterministic=True" if config.deterministic else ""):
+        return 1, f"{why} serves one"
     from ..native import measure
 
-    totals = []
-    for count in (1, 2):
-        several = copied(params, n_seq_max=count, kv_unified=True)
-        totals.append(sum(need.kv for need in measure.measure(address(model), several, cells=slots).devices))
-    return totals[1] - totals[0]
+    at, slot, n_ctx = address(model), slot_size(model, params), round_up(params.n_ctx, POOL_STEP)
+    devices = memory.of_model(at)
+
+    def measured(count: int) -> tuple[Sequence[Needs], int]:
+        """Return what a context takes, by device, and the bytes that are not in slots."""
+        several, cells = copied(params, n_seq_max=count, kv_unified=True), min(slots, count * n_ctx)
+        needs = measure.measure(at, several, cells=cells, query_rows=count * query_rows).devices
+        return needs, sum(need.kv for need in needs) - cells * slot
+
+    alone = measured(1)[1]
+    count, why = sequences(config, slots, rows=params.n_ubatch), "the pool has no room for another one"
+    while count > 1:
+        try:
+            needs, states = measured(count)
+        except UnsupportedModelError as err:
+            count, why = count - 1, str(err)
+            continue
+        state = (states - alone) // (count - 1)
+        much = count > LEAST_SEQUENCES and count * state * STATE_SHARE > slots * slot
+        full = [
+            device.name
+            for device, need in zip(devices, needs, strict=True)
+            if need.kv + need.compute + need.queries + memory.margin(device, Fit()) > device.free
+        ]
+        if not much and not full:
+            return count, ""
+        count, why = count - 1, f"{full[0]} has no memory for another one" if full else why
+    return 1, why
+
+
+def sequences(config: KVFlashConfig, slots: int, *, rows: int) -> int:
+    """Return how many sequences `parallel="auto"` means at most, with a pool of this many slots.
+
+    Others than the one that is at work keep their least shares: at most half of the pool. rows: most rows of a step.
+    """
+    least = (config.sinks + config.tail + 2) * CHUNK
+    return min(MOST_SEQUENCES, rows, 1 + slots // HALF // least)
 
 
 def halved(size: PoolSize, times: int, *, minimum: int) -> PoolSize:

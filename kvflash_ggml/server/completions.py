@@ -98,7 +98,7 @@ def gap_tokens(
     """Return the prompt that asks a model for the text between `prefix` and `suffix`, as llama-server makes it.
 
     files: name and text of further files; their beginning is left out where the context has no room for all of them and
-    `most` tokens of an answer. begun: the beginning of what fills the gap.
+    `most` tokens of an answer, a quarter of the context for -1. begun: the beginning of what fills the gap.
     """
     gap, n_ctx = front.prompts.gap, front.scheduler.model.n_ctx
 
@@ -115,7 +115,7 @@ def gap_tokens(
         extra = [gap["rep"], *plain("myproject\n"), *extra]
     bos = front.prompts.tokenize("", add_special=True, parse_special=False)
     asked = [gap["pre"], *plain(prefix), *plain(begun), gap["suf"], *plain(suffix), gap["mid"]]
-    room = max(0, n_ctx - 1 - len(bos) - len(asked) - max(0, most))
+    room = max(0, n_ctx - 1 - len(bos) - len(asked) - (most if most >= 0 else n_ctx // 4))
     return [*bos, *extra[max(0, len(extra) - room) :], *asked]
 
 

@@ -496,7 +496,8 @@ function tell(state) {
   $("used").style.width = (map.chunks ? here / map.chunks : 0) * 100 + "%";
   $("pool").textContent = (map.chunks ? `${here.toLocaleString()} of ${map.chunks.toLocaleString()} chunks are on the device: ` +
     `${map.length.toLocaleString()} tokens of ${mine ? "this conversation" : "another conversation"}, ${CHUNK} a chunk. ` : "No text is on the device. ") +
-    `The pool has room for ${(pool.pool / CHUNK).toLocaleString()} chunks (${pool.pool.toLocaleString()} tokens, ${mib(pool.device_bytes)}); ` +
+    `The pool has room for ${(pool.pool / CHUNK).toLocaleString()} chunks (${pool.pool.toLocaleString()} tokens, ${mib(pool.device_bytes)})` +
+    (map.chunks && pool.share < pool.pool ? `, ${(pool.share / CHUNK).toLocaleString()} of them for this text; ` : "; ") +
     `a conversation may have ${context.toLocaleString()} tokens.`;
   const missed = now.evicted_mass;
   $("missed").textContent = missed === null ? "" : `About ${(missed * 100).toFixed(0)} % of the attention goes to text that is not on the device` +

@@ -89,7 +89,7 @@ class ServerSettings:
         bool, default=False, help="Fetch images that a request names by a URL, from public addresses alone."
     )
     default_tokens: int = _limits(
-        notation.limit, "-n", "--max-tokens-default", "--predict", "--n-predict", default=4096, metavar="N",
+        notation.limit, "-n", "--max-tokens-default", "--predict", "--n-predict", default=-1, metavar="N",
         help="Longest answer in tokens, where the request names no limit; -1: up to the end of the context.",
     )  # fmt: skip
     most_tokens: int | None = _limits(

@@ -493,12 +493,53 @@ def test_what_serves_one_sequence_is_refused(more: dict[str, Any]) -> None:
         KVFlashConfig(parallel=2, **more)
 
 
-@pytest.mark.parametrize(("kind", "pool", "want"), [("dense", 4096, 8), ("dense", 1024, 2), ("hybrid", 4096, 2)])
+@pytest.mark.parametrize(
+    ("kind", "pool", "want"), [("dense", 4096, 4), ("dense", 1024, 2), ("hybrid", 4096, 2), ("iswa", 4096, 4)]
+)
 def test_as_many_sequences_as_there_is_room_for(kind: str, pool: int, want: int, llama: Callable[..., Any]) -> None:
     """The states of a hybrid model take more than a quarter of a small pool."""
     llm = llama(kind, n_ctx=N_CTX, n_batch=256, n_ubatch=256, kvflash=KVFlashConfig(pool=pool, parallel="auto"))
     assert len(LlamaModel(llm).beside) == want - 1
-    assert f"for each of {want} sequences, and more while others are idle" in llm.kvflash.banner()
+    assert f"for {want} sequences: {pool // want} for each, and more while others are idle" in llm.kvflash.banner()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "why"),
+    [
+        ("dense", {"pool": 512}, "the pool has no room for another one"),
+        ("dense", {"pool": 4096, "deterministic": True}, "deterministic=True serves one"),
+        ("dense", {"pool": 4096, "reading": "preview"}, "reading='preview' serves one"),
+    ],
+)  # fmt: skip
+def test_auto_is_one_where_there_can_be_no_more(
+    kind: str, fields: dict[str, Any], why: str, llama: Callable[..., Any]
+) -> None:
+    llm = llama(kind, n_ctx=N_CTX, n_batch=256, n_ubatch=256, kvflash=KVFlashConfig(parallel="auto", **fields))
+    assert "one answer at a time: " in llm.kvflash.banner()
+    assert why in llm.kvflash.banner()
+
+
+def test_auto_has_as_many_sequences_as_sliding_windows_have_cells(llama: Callable[..., Any]) -> None:
+    """The library is asked before a context is made, so the model is loaded once."""
+    llm = llama("iswa", n_ctx=512, n_batch=128, n_ubatch=128, kvflash=KVFlashConfig(pool=4096, parallel="auto"))
+    assert f"for 3 sequences: {llm.kvflash.share} for each" in llm.kvflash.banner()
+    short = llama("iswa", n_ctx=256, n_batch=128, n_ubatch=128, kvflash=KVFlashConfig(pool=4096, parallel="auto"))
+    assert "one answer at a time: " in short.kvflash.banner()
+    assert "sliding windows of 2 sequences and a step need" in short.kvflash.banner()
+
+
+def test_a_text_has_the_pool_while_others_are_idle(llama: Callable[..., Any], tokens: Tokens) -> None:
+    """What is on the device is never more than there is room for, with equal and with other shares."""
+    with served(llama, share="elastic") as scheduler:
+        pool = scheduler.counters()["pool"]
+        asked = ask(scheduler, tokens[: 2 * pool // 3].tolist(), 4, ignore_eos=True)
+        scheduler.start()
+        asked.wait()
+        texts = [slot.model.counters() for slot in scheduler.slots]
+    assert {text["pool"] for text in texts} == {pool}
+    assert all(text["resident"] * CHUNK <= text["share"] <= pool for text in texts)
+    assert sum(text["share"] for text in texts) <= pool
+    assert max(text["share"] for text in texts) > pool // len(texts)
 
 
 def test_samplers_draw_for_each_answer(llama: Callable[..., Any], tokens: Tokens) -> None:

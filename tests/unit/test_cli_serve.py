@@ -69,11 +69,13 @@ def serve(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> Serving:
 def test_a_model_is_all_that_is_needed(serve: Serving) -> None:
     result = serve("folder/m.gguf")
     assert result.exit_code == 0, result.output
-    assert serve.cli.settings["kvflash"] == KVFlashConfig(pool="auto")
+    assert serve.cli.settings["kvflash"] == KVFlashConfig(pool="auto", parallel="auto")
+    assert serve.started[0].default_tokens == -1
     assert (serve.started[0].alias, serve.started[0].aliases) == ("m", ())
-    assert serve("m.gguf", "-a", "one, two", "-n", "-1").exit_code == 0
+    assert serve("m.gguf", "-a", "one, two", "-n", "512", "-np", "1").exit_code == 0
     assert (serve.started[1].alias, serve.started[1].aliases) == ("one", ("two",))
-    assert serve.started[1].default_tokens == -1
+    assert serve.started[1].default_tokens == 512
+    assert serve.cli.settings["kvflash"].parallel == 1
     assert serve.started[0].sampling == Sampling()
     refused = serve("m.gguf", "--kvflash", "off")
     assert (refused.exit_code, "--kvflash auto" in refused.stderr) == (2, True)
@@ -127,9 +129,30 @@ def test_a_model_that_decodes_one_text_is_served_alone(serve: Serving, monkeypat
     assert result.exit_code == 0, result.output
     assert "--parallel 4 has no effect, answers take turns: n-gram inputs" in result.stderr
     assert not serve.cli.settings["kvflash"].deterministic_batch
-    alone = serve("m.gguf", "--deterministic-batch", "--kvflash-tau", "8")
+    alone = serve("m.gguf", "-np", "1", "--deterministic-batch", "--kvflash-tau", "8")
     assert alone.exit_code != 0
     assert "parallel is 1: leave it out, or give parallel" in alone.stderr
+
+
+def test_what_serves_one_needs_no_number_of_answers(serve: Serving) -> None:
+    """The default means one then; a number of them is refused by name."""
+    for line in (["--kvflash-answer", "lossless"], ["--kvflash-policy", "drafter"], ["--kvflash-deterministic"]):
+        assert serve("m.gguf", *line).exit_code == 0
+        assert serve.cli.settings["kvflash"].parallel == "auto"
+    refused = serve("m.gguf", "--kvflash-answer", "lossless", "-np", "2")
+    assert "serves one sequence, and parallel is 2" in refused.stderr
+
+
+def test_a_model_that_cannot_be_opened_is_not_opened_again(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+
+    def create(**settings: Any) -> Any:
+        opened.append(settings["kvflash"].parallel)
+        raise UnsupportedModelError("it has an encoder")
+
+    monkeypatch.setattr(model, "create_llama", create)
+    assert "it has an encoder" in serve("m.gguf").stderr
+    assert opened == ["auto"]
 
 
 def test_a_port_in_use_is_named_once() -> None:
@@ -410,4 +433,4 @@ def test_embeddings_leave_memory(serve: Serving) -> None:
         result = serve("m.gguf", *line)
         assert (result.exit_code, words in result.stderr) == (2, True), result.stderr
     serve("m.gguf", "--embeddings", "--embedding-tokens", "512")
-    assert serve.cli.settings["kvflash"] == KVFlashConfig(pool="auto", embedding=512)
+    assert serve.cli.settings["kvflash"] == KVFlashConfig(pool="auto", embedding=512, parallel="auto")

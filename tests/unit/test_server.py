@@ -382,8 +382,47 @@ def test_biases_of_texts(bias: Any) -> None:
 
 
 def test_no_limit_but_the_context() -> None:
-    told = Server(default_tokens=-1).post("/completion", {"prompt": "x", "response_fields": ["generation_settings"]})
+    told = Server().post("/completion", {"prompt": "x", "response_fields": ["generation_settings"]})
     assert told.json["generation_settings"]["n_predict"] == FakeModel().n_ctx
+    usual = Server().get("/props").json["default_generation_settings"]["params"]
+    assert (usual["n_predict"], usual["max_tokens"]) == (-1, -1)
+
+
+HI = {"messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "most"),
+    [
+        *[("/v1/chat/completions", {**HI, **more}, None) for more in ({}, {"max_tokens": None}, {"max_tokens": -1})],
+        ("/v1/chat/completions", {**HI, "max_completion_tokens": None}, None),
+        ("/v1/chat/completions", {**HI, "max_tokens": 7}, 7),
+        ("/v1/completions", {"prompt": "x"}, 16),
+        *[("/v1/completions", {"prompt": "x", "max_tokens": n}, None) for n in (None, -1)],
+        *[("/completion", {"prompt": "x", **more}, None) for more in ({}, {"n_predict": None}, {"n_predict": -1})],
+        ("/v1/messages", HI, None),
+        ("/v1/messages", {**HI, "max_tokens": 32000}, 32000),
+        ("/v1/responses", {"input": "x"}, None),
+        ("/v1/responses", {"input": "x", "max_output_tokens": None}, None),
+        ("/api/chat", {**HI, "stream": False}, None),
+        *[("/api/generate", {"prompt": "x", "options": {"num_predict": n}}, None) for n in (-1, -2, None)],
+        ("/api/generate", {"prompt": "x", "options": {"num_predict": 7}}, 7),
+    ],
+)
+@pytest.mark.parametrize("usual", [-1, 99])
+def test_who_names_no_limit_gets_the_servers(path: str, data: dict[str, Any], most: int | None, usual: int) -> None:
+    """most: of the request; None for none. The server's is the context, unless -n names one."""
+    server, seen = Server(default_tokens=usual), []
+    generate = server.model.generate
+
+    def spy(request: Any, **more: Any) -> Any:
+        seen.append(request.max_tokens)
+        return generate(request, **more)
+
+    server.model.generate = spy  # type: ignore[method-assign]
+    assert server.post(path, {"model": "fake", **data}).status == 200
+    without = server.model.n_ctx if usual < 0 else usual
+    assert seen == [without if most is None else most]
 
 
 def test_models_as_anthropics_clients_want_them() -> None:

@@ -56,6 +56,14 @@ def test_other_files_leave_room() -> None:
     assert prompt.endswith(b"\x01def f(x):\n    y\x02\n    return y\n\x03")
 
 
+@pytest.mark.parametrize("given", [{}, {"n_predict": -1}, {"n_predict": None}], ids=["none", "-1", "null"])
+def test_other_files_leave_room_for_an_answer_without_a_limit(given: dict[str, Any]) -> None:
+    n_ctx = FakeModel().n_ctx
+    asked = {name: value for name, value in VIM.items() if name != "n_predict"}
+    reply, prompt = ask("/infill", {**asked, **given, "input_extra": [{"text": "a" * n_ctx}]}, PLAIN)
+    assert (reply.status, len(prompt)) == (200, n_ctx - 1 - n_ctx // 4)
+
+
 def test_files_that_have_no_room_take_no_time() -> None:
     server, read = Server(prompts=FakePrompts(gap=PLAIN)), []
     tokenize = server.prompts.tokenize

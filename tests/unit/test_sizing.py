@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,9 @@ from hypothesis import strategies as st
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK, POOL_STEP
+from kvflash_ggml.errors import UnsupportedModelError
 from kvflash_ggml.placement import sizing
+from kvflash_ggml.placement.sizes import Device
 
 GIB = 1 << 30
 KIB = 1 << 10
@@ -157,19 +162,71 @@ def test_every_input_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "state", "rows", "want"),
+    ("slots", "rows", "want"),
     [
-        (16384, 0, 512, 8),
-        (16384, 20 << 20, 512, 8),  # a quarter of 1 GiB has room for 12
-        (16384, 50 << 20, 512, 5),
-        (16384, 150 << 20, 512, 2),  # there is room for one: states take more than a quarter then
-        (2048, 0, 512, 4),  # 1 + 4 + 2 chunks for each
-        (512, 0, 512, 2),
-        (16384, 0, 6, 6),
+        (16384, 512, 4),
+        (16384, 3, 3),
+        (2688, 512, 4),  # three others have 1 + 4 + 2 chunks each: half of it
+        (2432, 512, 3),
+        (1024, 512, 2),
+        (896, 512, 2),
+        (512, 512, 1),
     ],
 )
-def test_sequences_of_auto(slots: int, state: int, rows: int, want: int) -> None:
+def test_sequences_of_auto(slots: int, rows: int, want: int) -> None:
+    assert sizing.sequences(KVFlashConfig(parallel="auto"), slots, rows=rows) == want
+
+
+def test_auto_needs_no_more_room_than_one_sequence() -> None:
     config = KVFlashConfig(parallel="auto")
-    assert sizing.sequences(config, slots, slot_bytes=64 * KIB, state_bytes=state, rows=rows) == want
-    assert config.sequences == 2
-    assert config.minimum_pool == KVFlashConfig(parallel=2).minimum_pool
+    assert config.sequences == 1
+    assert config.minimum_pool == KVFlashConfig().minimum_pool
+
+
+@pytest.mark.parametrize(
+    "more", [{"answer": "lossless"}, {"policy": "drafter"}, {"reading": "preview"}, {"deterministic": True}]
+)
+def test_auto_is_one_beside_what_serves_one(more: dict[str, Any]) -> None:
+    count, why = sizing.sequences_for(KVFlashConfig(parallel="auto", **more), None, None, 16384)
+    assert count == 1
+    assert why.endswith("serves one")
+    assert next(iter(more)) in why
+
+
+@pytest.mark.parametrize(
+    ("state", "free", "refused", "want", "why"),
+    [
+        (0, 8 * GIB, 99, 4, ""),
+        (64 << 20, 8 * GIB, 99, 4, ""),  # a quarter of 1 GiB
+        (80 << 20, 8 * GIB, 99, 3, ""),
+        (400 << 20, 8 * GIB, 99, 2, ""),  # more than a quarter: one that never ends shall not stop all
+        (400 << 20, 2 * GIB, 99, 1, "GPU has no memory for another one"),
+        (0, 8 * GIB, 3, 2, ""),
+        (0, 8 * GIB, 2, 1, "the model keeps one"),
+    ],
+)
+def test_sequences_have_states_and_memory(
+    state: int, free: int, refused: int, want: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """refused: so many sequences, and more, cannot be in a context of the model."""
+
+    def measured(_model: int, params: Any, *, cells: int, query_rows: int) -> Any:
+        if params.n_seq_max >= refused:
+            raise UnsupportedModelError("the model keeps one")
+        kv = cells * 64 * KIB + state * params.n_seq_max
+        return SimpleNamespace(devices=[SimpleNamespace(kv=kv, compute=0, queries=0)])
+
+    class Params(ctypes.Structure):
+        _fields_ = [
+            ("n_seq_max", ctypes.c_uint32), ("kv_unified", ctypes.c_bool), ("n_ubatch", ctypes.c_uint32),
+            ("n_ctx", ctypes.c_uint32),
+        ]  # fmt: skip
+
+    devices = (Device(name="GPU", kind="gpu", free=free, total=8 * GIB),)
+    measure = SimpleNamespace(measure=measured)
+    monkeypatch.setitem(sys.modules, "kvflash_ggml.native.measure", measure)
+    monkeypatch.setattr("kvflash_ggml.native.measure", measure, raising=False)
+    monkeypatch.setattr(sizing, "address", lambda _model: 0)
+    monkeypatch.setattr(sizing, "slot_size", lambda *_: 64 * KIB)
+    monkeypatch.setattr(sizing.memory, "of_model", lambda _address: devices)
+    assert sizing.sequences_for(KVFlashConfig(parallel="auto"), None, Params(1, False, 512, 16384), 16384) == (want, why)
