@@ -1,0 +1,137 @@
+"""Any text has tokens: long runs of one character, and any bytes. The words are upstream's where upstream survives."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.archs import missing_sources
+from support.splitters import Splitter, build, pre_tokenizers
+
+pytestmark = pytest.mark.skipif(bool(missing_sources()), reason="there are no sources of llama.cpp")
+
+RUNS = ["A", " ", "=", "\n", "1", "\u4e00", "\u0301", "\U0001f600", "\t", "\r\n", "'"]
+MORE = ["aA", "a ", "1a", " \n", "0.", "\u00e9", "\u3000", "Ab'll", "'s", "\u0915\u093e", "\u0663"]
+TAILS = ["", "x", "1", "\n"]
+MARK = b"<|im_start|>"
+
+CHILD = """
+import json, sys, threading
+from kvflash_ggml import Llama
+
+def tokenize(name, llm):
+    for text in map(bytes.fromhex, asked["texts"]):
+        print(name, text[:12], len(llm.tokenize(text, add_bos=False)), flush=True)
+
+asked = json.load(sys.stdin)
+threading.stack_size(256 << 10)
+for name in asked["names"]:
+    llm = Llama(asked["model"], vocab_only=True, verbose=False, kv_overrides={"tokenizer.ggml.pre": name})
+    thread = threading.Thread(target=tokenize, args=[name, llm])
+    thread.start()
+    thread.join()
+    llm.close()
+"""
+
+
+def counts(model: Path, names: list[str], texts: list[bytes]) -> list[int]:
+    """How many tokens each text has with each pre-tokenizer, on a stack of 256 KiB, in a child."""
+    asked = json.dumps({"model": str(model), "names": names, "texts": [text.hex() for text in texts]})
+    env = os.environ | {"GGML_NO_BACKTRACE": "1"}
+    command = [sys.executable, "-c", CHILD]
+    done = subprocess.run(command, input=asked, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, (done.returncode, done.stdout[-200:], done.stderr[-2000:])
+    found = [int(line.rpartition(" ")[2]) for line in done.stdout.splitlines()]
+    assert len(found) == len(names) * len(texts), done.stderr[-2000:]
+    return found
+
+
+def test_a_long_run_has_tokens(models: dict[str, Path]) -> None:
+    """With every pre-tokenizer. std::regex takes stack for each character: more than 256 KiB for 8,192 of them."""
+    names = pre_tokenizers()
+    assert len(names) >= 91
+    counts(models["dense"], names, [(run * 8192)[:8192].encode() for run in RUNS])
+
+
+def test_any_bytes_have_tokens(models: dict[str, Path]) -> None:
+    """Also those that are no text: numbers above those of Unicode, halves of a pair, cut and stray bytes."""
+    bad = [b"\xf4\x90\x80\x80", b"\xf7\xbf\xbf\xbf", b"\xed\xa0\x80", b"\xe4\xb8", b"\x80", b"\xff\xfe", b"\x00", b"  "]
+    texts = [*bad, *(b"a" + text + b"b" for text in bad)]
+    counts(models["dense"], pre_tokenizers(), texts)
+    found = counts(models["dense"], ["qwen2"], [*texts[:2], "\ufffd".encode() * 4, b"\xf4\x8f\xbf\xbf"])
+    assert found[0] == found[1] == found[2], "as other bytes that are no text: one replacement for each"
+
+
+def test_many_marks(models: dict[str, Path], loaded: None) -> None:
+    """Tokens are those of the parts. llama.cpp took the square of their number in time: minutes for 200,000."""
+    from kvflash_ggml import Llama
+
+    with closing(Llama(str(models["dense"]), vocab_only=True, verbose=False)) as llm:
+        tokenize = partial(llm.tokenize, add_bos=False, special=True)
+        (mark,) = tokenize(MARK)
+        for before, between, after in ((b"a", b" b c", b"d"), (b"", b"", b""), (b"  ", b"\n", b" ")):
+            found = tokenize(before + between.join([MARK] * 200_000) + after)
+            parts = [tokenize(part) if part else [] for part in (before, between, after)]
+            wanted = [*parts[0], *[mark, *parts[1]] * 199_999, mark, *parts[2]]
+            assert (found[:9], len(found), found == wanted) == (wanted[:9], len(wanted), True)
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return build(tmp_path_factory.mktemp("splits"))
+
+
+@pytest.fixture(scope="module")
+def splitters(programs: tuple[Path, Path]) -> Iterator[tuple[Splitter, Splitter]]:
+    with closing(Splitter(programs[0])) as upstream, closing(Splitter(programs[1])) as ours:
+        yield upstream, ours
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> str:
+    """Of all classes that the expressions tell apart, and of single ones, repeated."""
+    spaces = " \t\r\n\v\f\x1c\x85\xa0\u1680\u2028\u200b\u202f\u3000"
+    letters = "abzABZ\u00b5\u00e9\u01ba\u0434\u0416\u03b1\u4e00\u9fa5\u3041\u30f3\uac00\ud7a3\u3131\u0800\u0e17\u05d0"
+    marks = "\u0301\u093e\u094d\ufe0f\u200d"
+    digits = "0123456789\u0663\u096b\u2167\u00b2"
+    signs = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~\u2026\u3002\uff0c\u060c\u06d4\uff5e\u20ac\U0001f600"
+    words = ["<sentinel:12>", "IMGIMGABZ", "IMG", "'s", "'T", "'re", "'VE", "'ll", "'x", "I'm", "\r\n", " 1234567 "]
+    plain = st.one_of(*map(st.sampled_from, (spaces, letters, marks, digits, signs, words)))
+    anything = st.characters(exclude_categories=["Cs"])
+    repeated = st.tuples(plain | anything, st.integers(1, 40)).map(lambda pair: pair[0] * pair[1])
+    return "".join(draw(st.lists(plain | plain | repeated | anything, max_size=24)))
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(text=texts().filter(bool))
+def test_words_are_those_of_upstream(splitters: tuple[Splitter, Splitter], text: str) -> None:
+    """For every list of expressions of the pinned source, so a new pin extends this."""
+    upstream, ours = splitters
+    words = ours.split(text.encode())
+    assert words == upstream.split(text.encode())
+    assert len(words) >= 31
+
+
+def steps(program: Path, runs: list[str], tails: list[str], *lengths: int) -> list[list[int]]:
+    """What our matcher takes for each run with each tail and each list of expressions, at these lengths."""
+    asked = "".join(f"{run.encode().hex()} {tail.encode().hex()}\n" for run in runs for tail in tails)
+    command = [program, *map(str, lengths)]
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=600, check=True)
+    return [list(map(int, line.split())) for line in done.stdout.splitlines() if line != "end"]
+
+
+def test_a_run_takes_linear_work(programs: tuple[Path, Path]) -> None:
+    """Where llama.cpp has a splitter of its own, nothing is counted."""
+    found = steps(programs[1], RUNS + MORE, TAILS, 1 << 13, 1 << 15)
+    assert all(long <= 4.1 * short + 1000 for short, long in found), "for four times the length"
+    longest = steps(programs[1], ["A", " ", "1"], ["x"], 1 << 20)
+    assert 1 << 24 < max(one for (one,) in longest) < 100 << 20
