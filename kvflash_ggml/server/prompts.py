@@ -25,11 +25,6 @@ MOST_BYTES = 1 << 20
 MOST_PER_TOKEN = 16
 """Bytes of the context's tokens that are tokenised at once, if that is more: 1 MiB of spaces takes a second or two."""
 
-MOST_MARKS = 1 << 15
-"""Control tokens that are tokenised at once, if the context has room for them: the tokenizer takes the square of their
-number in time, 6 s for so many and a minute for three times as many. A chat has two for each message.
-"""
-
 GAP = ("pre", "suf", "mid", "rep", "sep")
 """The marks before the text that precedes a gap, before the text behind it, and before what fills it.
 
@@ -104,8 +99,6 @@ class LlamaPrompts:
         self._eos = self._model.token_get_text(eos) if eos != -1 else ""
         vocab = self._model.vocab
         self._incomplete = vocabulary.incomplete(vocab)
-        control = (t for t in range(self.n_vocab) if llama_cpp.llama_vocab_is_control(vocab, t))
-        self._marks = [mark for t in control if (mark := self._model.token_get_text(t).encode())]
         self._pieces: dict[int, bytes] = {}
         self._chat = None
         if self.template is not None:
@@ -150,12 +143,6 @@ class LlamaPrompts:
             raise ContextFull(
                 f"the text has {len(data)} bytes, and {limit} is the most that is tokenised at once: split it, or "
                 f"start the server with a larger -c"
-            )
-        marks = min(MOST_MARKS, n_ctx)
-        if parse_special and len(data) > marks and sum(data.count(mark) for mark in self._marks) > marks:
-            raise ContextFull(
-                f"the text has more than {marks} control tokens, which is the most that is tokenised at once: shorten "
-                f"it" + (", or start the server with a larger -c" if marks == n_ctx else "")
             )
         # a chat template writes what the tokenizer would add
         adds = add_special and not (self._bos and text.startswith(self._bos))

@@ -17,7 +17,7 @@ from support.harness import TEXT
 from kvflash_ggml.errors import ConfigError, ContextFull
 from kvflash_ggml.gguf.reader import Field
 from kvflash_ggml.llama import samplers
-from kvflash_ggml.server.prompts import MOST_BYTES, MOST_MARKS, LlamaPrompts
+from kvflash_ggml.server.prompts import MOST_BYTES, LlamaPrompts
 
 NAMES = "tokenizer.ggml.tokens"
 TEXTS = ["", "x", " x", "  two  spaces", "é😀\x00", "<|im_start|>user\n", TEXT.read_text(encoding="utf-8")[:20_000]]
@@ -129,14 +129,6 @@ def test_what_would_take_seconds_is_refused(llm: Any, monkeypatch: pytest.Monkey
     calls = counting(monkeypatch, "llama_tokenize")
     with pytest.raises(ContextFull, match=rf"has {MOST_BYTES + 1} bytes, and {MOST_BYTES} is the most"):
         LlamaPrompts(llm).tokenize(" " * (MOST_BYTES + 1), add_special=False, parse_special=False)
-    assert calls == []
-
-
-def test_control_tokens_have_a_bound_in_a_long_context_too(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = counting(monkeypatch, "llama_tokenize")
-    monkeypatch.setattr(llm, "n_ctx", lambda: 1 << 20)
-    with pytest.raises(ContextFull, match=f"more than {MOST_MARKS} control tokens"):
-        LlamaPrompts(llm).tokenize("<|im_start|>" * (MOST_MARKS + 1), add_special=False, parse_special=True)
     assert calls == []
 
 

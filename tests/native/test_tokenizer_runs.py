@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.archs import missing_sources
+from support.serving import serve
 from support.splitters import Splitter, build, pre_tokenizers
 
 pytestmark = pytest.mark.skipif(bool(missing_sources()), reason="there are no sources of llama.cpp")
@@ -83,6 +84,21 @@ def test_many_marks(models: dict[str, Path], loaded: None) -> None:
             parts = [tokenize(part) if part else [] for part in (before, between, after)]
             wanted = [*parts[0], *[mark, *parts[1]] * 199_999, mark, *parts[2]]
             assert (found[:9], len(found), found == wanted) == (wanted[:9], len(wanted), True)
+
+
+def test_a_server_answers_a_long_run(models: dict[str, Path]) -> None:
+    """On every road, with a pre-tokenizer that died of it, and goes on."""
+    options = ("--kvflash", "512", "-c", "8192", "--kvflash-calibrate", "off", "-q")
+    with serve(models["dense"], *options, "--override-kv", "tokenizer.ggml.pre=str:gpt-4o") as served:
+        for run in ("A", " ", "=", "\n", "1"):
+            text = run * 60_000
+            status, reply = served.post("/tokenize", {"content": text})
+            assert (status, len(reply["tokens"]) > 100) == (200, True)
+            assert served.post("/detokenize", {"tokens": reply["tokens"]})[1]["content"] == text
+            assert served.post("/v1/completions", {"prompt": text, "max_tokens": 1})[0] in (200, 400)
+            chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+            assert served.post("/v1/chat/completions", chat)[0] in (200, 400)
+        assert served.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
 
 
 @pytest.fixture(scope="module")
