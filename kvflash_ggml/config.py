@@ -165,8 +165,9 @@ class KVFlashConfig:
     pool_share: "elastic" lets a scheduler deal the pool anew whenever a request begins or ends, to the texts with one;
         "strict" keeps the shares. None is elastic, and strict where the same bits are promised: with deterministic or
         deterministic_batch.
-    deterministic_batch: each step has a row for every sequence, so other answers change no bit of one. Needs a tau or
-        deterministic, no spec, and a model without recurrent state and sliding windows.
+    deterministic_batch: each step has a row for every sequence, so other answers change no bit of one. On a GPU that
+        holds for one sequence: kernels round by where keys lie. Needs a tau or deterministic, no spec, and a model
+        without recurrent state and sliding windows.
     checkpoints: how many recurrent (or sliding-window) states are kept for truncation.
     """
 

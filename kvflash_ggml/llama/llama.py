@@ -183,6 +183,21 @@ class Llama(llama_cpp.Llama):
         self._pickled_tokenizer = settings.get("tokenizer")
         self._free_before: dict[str, int] = {}
         self._asked = (model_path, request, endpoints)
+        try:
+            self._open(model_path, request, endpoints, logits_all=logits_all)
+        except BaseException:
+            self._stack.close()  # a traceback may keep this object: weights and connections go at once
+            raise
+
+    __init__.__signature__ = parameters.signature()  # type: ignore[attr-defined]
+
+    # --- construction
+
+    def _open(
+        self, model_path: str, request: parameters.Request, endpoints: Sequence[remote.Endpoint], *, logits_all: bool
+    ) -> None:
+        """Load the model and make its pool."""
+        settings = request.upstream
         with servers.connected(endpoints):
             self._device_arrays = devices.place(model_path, request.placement, settings, endpoints)
             self._load(model_path, request, endpoints)
@@ -200,10 +215,6 @@ class Llama(llama_cpp.Llama):
             self._previews = previews_of(self)
         if request.cache is not None:
             self.set_cache(request.cache)
-
-    __init__.__signature__ = parameters.signature()  # type: ignore[attr-defined]
-
-    # --- construction
 
     def _load(self, model_path: str, request: parameters.Request, endpoints: Sequence[remote.Endpoint]) -> None:
         """Upstream's constructor. A pool that "auto" has sized gets smaller until a context can be made with it."""

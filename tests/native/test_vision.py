@@ -184,7 +184,8 @@ def test_ten_turns_encode_an_image_once(asker: Any, encoded: list[int]) -> None:
     chat, read = asker(kvflash=2048), []
     for turn in range(10):
         before = chat.llm.n_tokens
-        chat.ask(*((RED,) if turn == 0 else ()), f"Question {turn}: which colour?")
+        said, _ = chat.ask(*((RED,) if turn == 0 else ()), f"Question {turn}: which colour?")
+        chat.messages[-1]["content"] = said
         read.append((chat.llm.kvflash.last.read, chat.llm.n_tokens - before))
     assert len(encoded) == 1
     assert read[0][0] > chat.pair.rows
