@@ -272,8 +272,9 @@ class Rendered:
     """A chat as a prompt, and how its answer is made and read.
 
     grammar: None for any text. preserved: special tokens that the answer shows as text. stops: further stop texts.
-    borders: how a message begins, as (role, text). thinks: does the template know reasoning? reader: makes a reader of
-    one answer, which takes the `clock` of `AnswerReader` as well.
+    borders: how a message begins, as (role, text). thinks: does the template know reasoning? ignored: places in the
+    tools' schemas that the grammar does not hold. reader: makes a reader of one answer, which takes the `clock` of
+    `AnswerReader` as well.
     """
 
     prompt: str
@@ -282,4 +283,5 @@ class Rendered:
     stops: tuple[str, ...] = ()
     borders: tuple[tuple[str, str], ...] = ()
     thinks: bool = False
+    ignored: tuple[str, ...] = ()
     reader: Callable[..., AnswerReader] = AnswerReader

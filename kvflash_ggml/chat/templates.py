@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..native import chat as native
+from . import schemas
 from .reader import AnswerReader, Parsed, ParsedCall, Rendered, words
 from .values import ChatInput, Grammar
 from .words import (
@@ -100,7 +101,7 @@ class ChatTemplate:
             return whole
         empty = [{"role": "user", "content": ""}]
         calls = _plain().render(replace(request, messages=empty, kwargs={}, continued=False))
-        return replace(whole, grammar=calls.grammar, reader=calls.reader)
+        return replace(whole, grammar=calls.grammar, reader=calls.reader, ignored=calls.ignored)
 
     def _native(self, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """Render, in a second attempt without user turns behind a tool's result: Mistral's templates refuse these."""
@@ -118,6 +119,8 @@ class ChatTemplate:
         if given["continued"] and found["grammar"] and not found["lazy"]:
             _check_begun(found["generation_prompt"])
         parses = given["tools"] or (found["thinks"] and given["reasoning"] != "none")
+        functions = [tool["function"] for tool in given["tools"]] if found["grammar"] else []
+        unwritten = [place for function in functions for place in schemas.unwritten(function, found["grammar"])]
         grammar = Grammar(
             text=_strict(
                 found["grammar"],
@@ -138,6 +141,7 @@ class ChatTemplate:
             stops=tuple(found["stops"]),
             borders=tuple((role, text) for role, text in found["borders"]),
             thinks=found["thinks"],
+            ignored=tuple(dict.fromkeys((*given["ignored"], *unwritten))),
             reader=partial(
                 AnswerReader,
                 partial(_parsed, parser) if parses else None,
@@ -196,6 +200,14 @@ def _plain() -> ChatTemplate:
 
 def _written(request: ChatInput, tools: Sequence[Mapping[str, Any]]) -> str:
     """What the library is asked, as JSON."""
+    functions = [tool["function"] for tool in tools if tool["function"].get("parameters")]
+    held = {
+        function["name"]: schemas.held(
+            function["parameters"], f"tools.{function['name']}", strict=function.get("strict") is True, call=True
+        )
+        for function in functions
+    }
+    schemas.check_work((one.schema for one in held.values()), "tools")
     kwargs = dict(request.kwargs)
     if request.enable_thinking is not None:
         kwargs["enable_thinking"] = request.enable_thinking
@@ -211,6 +223,8 @@ def _written(request: ChatInput, tools: Sequence[Mapping[str, Any]]) -> str:
             "enable_thinking": thinking if isinstance(thinking, bool) else True,
             "kwargs": kwargs,
             "continued": request.continued,
+            "schemas": {name: one.schema for name, one in held.items()},
+            "ignored": [place for one in held.values() for place in one.ignored],
         }
     )
 

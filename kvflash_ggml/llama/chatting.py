@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from ..chat.templates import ChatTemplate
     from ..chat.values import ChatInput
 
+logger = logging.getLogger("kvflash_ggml")
+
 PARAMETERS = inspect.signature(llama_cpp.Llama.create_chat_completion)
 """Of upstream's `create_chat_completion`."""
 
@@ -30,22 +33,46 @@ _ELSEWHERE = ("functions", "function_call", "grammar", "response_format", "logpr
 _OURS = {"self", "messages", "tools", "tool_choice", "stream", "stop", "top_logprobs", *_ELSEWHERE}
 
 
+def formatted(args: Sequence[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of a call of `create_chat_completion`, with a grammar in place of its `response_format`.
+
+    ConfigError for a form that is none. What a grammar cannot hold of a schema is logged; a strict one is refused.
+    """
+    try:
+        bound = PARAMETERS.bind(None, *args, **settings)
+    except TypeError as err:
+        raise TypeError(f"Llama.create_chat_completion() {err}") from None
+    given = {name: value for name, value in bound.arguments.items() if name != "self"}
+    if given.get("response_format") is not None:
+        from ..chat import formats  # here, as below: most models are opened for other calls
+        from ..chat.values import Grammar
+
+        found = formats.schema_of(given.pop("response_format"))
+        if found is not None:
+            text, ignored = formats.grammar_of(found[0], strict=found[1])
+            _tell(ignored)
+            given["grammar"] = Grammar(text=text)
+    return given
+
+
+def _tell(ignored: Sequence[str]) -> None:
+    if ignored:
+        logger.warning("no grammar can hold all of a JSON schema, so an answer may differ in %s", ", ".join(ignored))
+
+
 class Chatting:
     """Answers chats with tools for one model. llm: a Llama."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
 
-    def answer(self, args: Sequence[Any], settings: Mapping[str, Any]) -> Any:
-        """What a call of `create_chat_completion` with these arguments returns. None where upstream's handler answers.
+    def answer(self, settings: Mapping[str, Any]) -> Any:
+        """What a call of `create_chat_completion` with these keywords returns. None where upstream's handler answers.
 
         ConfigError for messages that the template refuses, and a `tool_choice` that names no tool.
         """
         llm = self._llm
-        try:
-            bound = PARAMETERS.bind(llm, *args, **settings)
-        except TypeError as err:
-            raise TypeError(f"Llama.create_chat_completion() {err}") from None
+        bound = PARAMETERS.bind(llm, **settings)
         bound.apply_defaults()
         given = bound.arguments
         source = llm.metadata.get("tokenizer.chat_template")
@@ -56,6 +83,7 @@ class Chatting:
             return None
         template = _template(source, self._text_of(llm.token_bos()), self._text_of(llm.token_eos()))
         rendered = template.render(_requested(given))
+        _tell(rendered.ignored)
         made: dict[str, Any] = {
             **{name: value for name, value in given.items() if name not in _OURS},
             "prompt": self._prompt_of(rendered),
@@ -121,7 +149,7 @@ class Chatting:
 
 @cache
 def _template(source: str, bos: str, eos: str) -> ChatTemplate:
-    from ..chat.templates import ChatTemplate  # here, as below: most models are opened for other calls
+    from ..chat.templates import ChatTemplate
 
     return ChatTemplate(source, bos=bos, eos=eos)
 

@@ -38,7 +38,7 @@ from ..state.session import SessionState
 from . import embedding, parameters, vision
 from .bias import with_bias
 from .call_lock import CallLock, changing, locked, writing
-from .chatting import PARAMETERS, Chatting
+from .chatting import PARAMETERS, Chatting, formatted
 from .context import Batch, Closed, check_adapter
 from .drafting import Drafting, device_bytes, loads_head, room, search
 from .generation import Generation, limited
@@ -565,14 +565,16 @@ class Llama(llama_cpp.Llama):
     def create_chat_completion(self, *args: Any, **settings: Any) -> Any:
         """Answer a chat; with `tools`, by the model's own template, if it has one and no `chat_format` was given.
 
-        ConfigError for messages that the template refuses, and a `tool_choice` that names no tool.
+        `response_format` has one more type than upstream's, OpenAI's "json_schema". ConfigError for messages that the
+        template refuses, a `tool_choice` that names no tool, and a schema or grammar that cannot be used.
         """
-        if "stop" in settings:
-            settings["stop"] = stop_texts(settings["stop"])
+        given = formatted(args, settings)
+        if "stop" in given:
+            given["stop"] = stop_texts(given["stop"])
         if self._reader.sequence is not None and isinstance(self.chat_handler, vision.HANDLERS):
-            return vision.answer(self, *args, **settings)
-        made = Chatting(self).answer(args, settings) if self.chat_format == self._own_format else None
-        return super().create_chat_completion(*args, **settings) if made is None else made
+            return vision.answer(self, **given)
+        made = Chatting(self).answer(given) if self.chat_format == self._own_format else None
+        return super().create_chat_completion(**given) if made is None else made
 
     @property
     def _scores(self) -> npt.NDArray[np.single]:

@@ -25,6 +25,16 @@ def render(template: Any, request: Mapping[str, Any]) -> tuple[dict[str, Any], A
     return _taken(rendered), ffi.gc(parser[0], lib.kvf_chat_parser_close)
 
 
+def schema_grammar(schema: Mapping[str, Any]) -> str:
+    """Return the grammar of a schema that `chat.schemas.held` has rewritten. ConfigError."""
+    grammar, data = ffi.new("kvf_chat_text *"), json.dumps(schema).encode()
+    _check(lib.kvf_chat_schema(data, len(data), grammar))
+    try:
+        return bytes(ffi.buffer(grammar.data, grammar.size)).decode()
+    finally:
+        lib.kvf_chat_free(grammar[0])
+
+
 def parse(parser: Any, text: str) -> dict[str, Any]:
     """The beginning of an answer as `kvf_chat.h` describes it."""
     said, data = ffi.new("kvf_chat_text *"), text.encode("utf-8", "replace")

@@ -2,6 +2,7 @@
 
 #include "chat.h"
 #include "chat-peg-parser.h"
+#include "json-schema-to-grammar.h"
 #include "jinja/runtime.h"
 #include "kvf_chat_guard.h"
 #include "log.h"
@@ -34,6 +35,9 @@ struct kvf_chat_parser {
 namespace {
 
 thread_local char last_error[512];
+
+// Of the tools of the chat that is rendered: their parameters for the grammar, by the tools' names.
+thread_local const json * schemas = nullptr;
 
 // Upstream prints what it thinks of a template, and answers, to the terminal at each call.
 void be_silent() {
@@ -289,6 +293,10 @@ void kvf_chat_fail(const char * text) {
     snprintf(last_error, sizeof(last_error), "%s", text);
 }
 
+const common_json * kvf_chat_parameters(const std::string & tool) {
+    return schemas && schemas->contains(tool) ? &schemas->at(tool) : nullptr;
+}
+
 const char * kvf_chat_last_error(void) {
     return last_error;
 }
@@ -325,14 +333,21 @@ void kvf_chat_close(kvf_chat * chat) {
 
 int32_t kvf_chat_render(kvf_chat * chat, const char * asked, size_t size, kvf_chat_text * rendered, kvf_chat_parser ** parser) {
     common_chat_templates_inputs inputs;
+    json                         parameters;
     const auto status = kvf_chat_guarded(KVF_CHAT_STATUS_ARGUMENT, [&] {
-        inputs = inputs_of(*chat, kvf_chat_json(asked, size));
+        const auto given = kvf_chat_json(asked, size);
+        inputs     = inputs_of(*chat, given);
+        parameters = given.at("schemas");
     });
     if (status != KVF_CHAT_STATUS_SUCCESS) {
         return status;
     }
     return kvf_chat_guarded(KVF_CHAT_STATUS_TEMPLATE, [&] {
         common_chat_params params;
+        struct lent {
+            explicit lent(const json & parameters) { schemas = &parameters; }
+            ~lent() { schemas = nullptr; }
+        } until_rendered(parameters);
         bounded([&] { params = common_chat_templates_apply(chat->templates.get(), inputs); });
         auto made = std::make_unique<kvf_chat_parser>();
         made->format = params.format;
@@ -346,6 +361,15 @@ int32_t kvf_chat_render(kvf_chat * chat, const char * asked, size_t size, kvf_ch
         out["marks"] = marks(made->arena);
         *rendered = copied(out.dump_safe());
         *parser   = made.release();
+    });
+}
+
+int32_t kvf_chat_schema(const char * schema, size_t size, kvf_chat_text * grammar) {
+    return kvf_chat_guarded(KVF_CHAT_STATUS_ARGUMENT, [&] {
+        const auto document = common_chat_schema_from_json(kvf_chat_json(schema, size));
+        *grammar = copied(build_grammar([&](const common_grammar_builder & builder) {
+            builder.add_rule("root", builder.add_schema("answer", *document.root));  // a property without a name is not the root
+        }));
     });
 }
 

@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 // [cdef]
-#define KVF_CHAT_ABI   1
+#define KVF_CHAT_ABI   2
 #define KVF_CHAT_BYTES 268435456
 #define KVF_CHAT_DEPTH 4096
 #define KVF_CHAT_TEMPLATE_BYTES 1048576
@@ -44,11 +44,15 @@ void         kvf_chat_free(kvf_chat_text text);
 int32_t kvf_chat_open(const char * source, size_t size, const char * bos, const char * eos, kvf_chat ** chat, kvf_chat_text * caps);
 void    kvf_chat_close(kvf_chat * chat);
 
-// A chat as a prompt. asked: {"messages", "tools", "tool_choice", "parallel", "reasoning", "enable_thinking", "kwargs", "continued"}.
+// A chat as a prompt. asked: {"messages", "tools", "tool_choice", "parallel", "reasoning", "enable_thinking", "kwargs", "continued",
+// "schemas": an object of tools' names to parameters that the grammar is made of, where they differ from what the prompt shows}.
 // rendered: {"prompt", "generation_prompt", "grammar", "lazy", "triggers", "words", "preserved", "stops", "borders", "thinks",
 // "thinking": [start, ends...], "marks": the fixed texts of the answer's format}.
 int32_t kvf_chat_render(kvf_chat * chat, const char * asked, size_t size, kvf_chat_text * rendered, kvf_chat_parser ** parser);
 void    kvf_chat_parser_close(kvf_chat_parser * parser);
+
+// The grammar of a JSON schema whose patterns are of the JSON text.
+int32_t kvf_chat_schema(const char * schema, size_t size, kvf_chat_text * grammar);
 
 // Reads the text of an answer, from its beginning. One with more than KVF_CHAT_DEPTH braces and brackets open at once, whatever they
 // mean, is not understood: a parser takes stack for each. said: {"content", "reasoning", "calls": [{"name", "arguments", "id", "closed"}],

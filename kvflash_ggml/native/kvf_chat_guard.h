@@ -12,6 +12,9 @@
 // Keeps the text for kvf_chat_last_error() of this thread.
 void kvf_chat_fail(const char * text);
 
+// The parameters of a tool for its grammar, which the prompt does not show; null for those that the prompt shows.
+const common_json * kvf_chat_parameters(const std::string & tool);
+
 // Runs `work`: KVF_CHAT_STATUS_SUCCESS, or `status` for what it throws.
 template <typename Work> int32_t kvf_chat_guarded(int32_t status, Work && work) {
     try {

@@ -47,6 +47,7 @@ class MessagesRequest(TranslatedRequest):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
     # known to Anthropic's clients, without effect here
     cache_control: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
@@ -208,7 +209,8 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
 
 def _effort(asked: MessagesRequest) -> dict[str, Any]:
     """Whether to think, and the form of the answer."""
-    given: dict[str, Any] = {"response_format": form_of((asked.output_config or {}).get("format"))}
+    form = (asked.output_config or {}).get("format")  # once it was a field of its own
+    given: dict[str, Any] = {"response_format": form_of(asked.output_format if form is None else form)}
     thinking = text_of(asked.thinking or {}, "type", "thinking", "")
     if thinking in ("enabled", "disabled"):
         given["enable_thinking"] = thinking == "enabled"

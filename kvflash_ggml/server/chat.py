@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from ..batching.messages import Event, Finished, Image, Logprob, Piece, Request, Started
 from ..chat.reader import Rendered
 from ..chat.values import ChatInput, Reasoning
-from . import bodies, schemas
+from . import bodies
 from .errors import ApiError, invalid
 from .exchange import ChoiceAnswer, dumps
 from .fields import note
@@ -63,6 +63,7 @@ async def prepared(
     note(http, _unheard(asked))
     note(http, [f"tools.{tool.function.name}" for tool in asked.tools or () if not _NAME.fullmatch(tool.function.name)])
     rendered, tokens, shared_until, images = await _prompt(front, http, asked)
+    note(http, rendered.ignored)
     preserved = await front.work(http, front.prompts.preserved, rendered.preserved) if rendered.preserved else {}
     request = await front.work(
         http,
@@ -157,12 +158,6 @@ def _input(asked: TemplateRequest, images: Images, *, formatted: bool = False) -
     if continued and (len(messages) == 1 or messages[-2]["role"] == "assistant"):
         raise invalid("messages", "an answer that has begun follows a message it answers")
     tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or () if _NAME.fullmatch(tool.function.name)]
-    for i, tool in enumerate(tools):
-        parameters = tool["function"].get("parameters", {})
-        schemas.check(parameters, f"tools.{i}.function.parameters")
-        if '"$ref": "#"' in json.dumps(parameters):  # which libkvf_chat does not follow
-            tool["function"]["parameters"] = schemas.resolved(parameters)
-    schemas.check_work((tool["function"].get("parameters", {}) for tool in tools), "tools")
     thinking, effort = asked.enable_thinking, getattr(asked, "reasoning_effort", None)
     if effort == "none" or formatted:
         thinking = False if thinking is None else thinking

@@ -20,9 +20,10 @@ from ..batching.behind import PREVIEW
 from ..batching.conversations import ConversationBusy
 from ..batching.messages import Access, Image, Request, Sampling
 from ..batching.scheduler import Scheduler
+from ..chat.formats import schema_of
 from ..chat.values import Grammar
 from ..errors import ConfigError
-from . import bodies, fields, schemas
+from . import bodies, fields
 from .errors import ApiError, invalid
 from .exchange import Answer, EventStream, LongJSON, collected, submitted, whole
 from .intake import KEY, TAKEN, Intake
@@ -256,33 +257,31 @@ class Front(Intake):
     async def format_grammar(self, http: HttpRequest, asked: _Sampled) -> str | None:
         """Return a checked grammar for the form that a request asks for: its own, of its schema, any JSON, or none."""
         form, schema, text = asked.response_format, asked.json_schema, asked.grammar or None
-        if form is not None and form.type != "text" and schema is not None:
+        try:
+            found = schema_of(form.model_dump(by_alias=True)) if form is not None else None
+        except ConfigError as err:
+            raise invalid("response_format", str(err)) from None
+        if found is not None and schema is not None:
             raise invalid("json_schema", "it excludes response_format")
-        if form is not None and form.type == "json_schema":
-            if form.json_schema is None:
-                raise invalid("response_format.json_schema", "it is missing")
-            schema = form.json_schema.json_schema
-        elif form is not None and form.type == "json_object":
-            schema = form.json_object
-        any_json = form is not None and form.type == "json_object" and schema is None
-        if text is None and schema is None and not any_json:
-            return None
-        if text is not None and (schema is not None or any_json):
+        found = found if schema is None else (schema, False)
+        if text is not None and found is not None:
             raise invalid("grammar", "it excludes a JSON format")
-        return await self.work(http, self._grammar, text, schema, self.salt(http, asked))
+        salt = self.salt(http, asked)
+        if found is not None:
+            return await self.work(http, self._schema_grammar, http, *found, salt)
+        if text is not None:
+            await self.work(http, self.prompts.check_grammar, text, salt)
+        return text
 
-    def _grammar(self, text: str | None, schema: dict[str, Any] | None, salt: str) -> str:
-        if schema is not None:
-            schemas.check(schema, "response_format")
-        grammar = self.prompts.schema_grammar(schema) if text is None else text
+    def _schema_grammar(self, http: HttpRequest, schema: Any, strict: bool, salt: str) -> str:
+        grammar, ignored = self.prompts.schema_grammar(schema, strict=strict)
+        fields.note(http, ignored)
         try:
             self.prompts.check_grammar(grammar, salt)
         except ConfigError as err:
-            if text is not None:
-                raise
             raise ConfigError(
-                "this JSON schema makes a grammar that is too large, or that nothing fulfils: lower its maxItems, "
-                "maxLength and repetitions"
+                f"this JSON schema makes a grammar that is too large, or that refers to itself without end: lower its "
+                f"maxItems and repetitions ({str(err)[:160]})"
             ) from err
         return grammar
 

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope
 
+from ..chat.schemas import SchemaError
 from ..errors import ConfigError, ContextFull
 from . import bodies
 from .errors import OLLAMAS_PATH, ApiError, shutting_down
@@ -78,6 +79,8 @@ class Intake:
                 return await loop.run_in_executor(threads, lambda: function(*args, **more))
         except ContextFull as err:
             raise ApiError(400, str(err), code="context_length_exceeded") from None
+        except SchemaError as err:
+            raise ApiError(400, str(err), code="invalid_schema", param=err.where) from None
         except ConfigError as err:
             raise ApiError(400, str(err), code="invalid_value") from None
         finally:

@@ -13,7 +13,6 @@ from ..chat.values import ChatInput, Grammar
 from ..errors import ConfigError, ContextFull
 from ..media.files import Limits
 from ..native import vocabulary
-from . import schemas
 
 if TYPE_CHECKING:
     from ..llama.llama import Llama
@@ -72,8 +71,8 @@ class Prompts(Protocol):
         """salt: a grammar is known to be sound to requests of the same salt, and checked for others."""
         ...
 
-    def schema_grammar(self, schema: dict[str, Any] | None) -> str:
-        """The grammar of JSON values that a schema allows, None for any object."""
+    def schema_grammar(self, schema: Any, *, strict: bool) -> tuple[str, tuple[str, ...]]:
+        """See `formats.grammar_of`."""
         ...
 
     @property
@@ -174,12 +173,10 @@ class LlamaPrompts:
         grammar = Grammar(text=grammar) if isinstance(grammar, str) else grammar
         llama_cpp.llama_sampler_free(sampler_of(self._model.vocab, grammar))
 
-    def schema_grammar(self, schema: dict[str, Any] | None) -> str:
-        if schema is None:
-            from llama_cpp import llama_grammar
+    def schema_grammar(self, schema: Any, *, strict: bool) -> tuple[str, tuple[str, ...]]:
+        from ..chat import formats
 
-            return str(llama_grammar.JSON_GBNF)
-        return schemas.grammar(schema)
+        return formats.grammar_of(schema, strict=strict)
 
     @property
     def facts(self) -> dict[str, Any]:

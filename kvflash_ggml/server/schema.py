@@ -26,7 +26,7 @@ from pydantic import (
 
 from ..sampling import KNOWN, MAX_BREAKERS, Samplers, check_breakers, read_order
 from ..settings import Setting, settings
-from . import fields, schemas
+from . import fields
 from .errors import ApiError, invalid
 
 MAX_ANSWERS = 16
@@ -218,14 +218,14 @@ class StreamOptions(_Known):
 class JsonSchema(_Known):
     name: str | None = None
     description: str | None = None
-    json_schema: dict[str, Any] = Field(alias="schema")
+    json_schema: dict[str, Any] | bool | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
 class ResponseFormat(_Known):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
-    json_object: dict[str, Any] | None = Field(None, alias="schema")
+    json_object: dict[str, Any] | bool | None = Field(None, alias="schema")
 
 
 def _breakers(value: Any) -> tuple[str, ...]:
@@ -325,7 +325,7 @@ class ToolChoice(_Known):
 class Function(_Known):
     name: str = ""
     description: str | None = None
-    parameters: Annotated[dict[str, Any], AfterValidator(schemas.loosened)] | None = None
+    parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 

@@ -157,7 +157,8 @@ def form_of(form: Any) -> Any:
     """The form of an answer as a chat has it."""
     if not isinstance(form, dict):
         return form
-    return {"type": form.get("type"), "json_schema": {"schema": form["schema"]} if "schema" in form else None}
+    inner = {name: form[name] for name in ("schema", "strict") if name in form}
+    return {"type": form.get("type"), "json_schema": inner or None}
 
 
 def as_object(arguments: str) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import llama_cpp
 import pytest
 from support.held import Held
 
+from kvflash_ggml.chat import formats
 from kvflash_ggml.chat.values import Grammar
 from kvflash_ggml.errors import ConfigError
-from kvflash_ggml.server import schemas
 
 CALL = Grammar(text='root ::= "<go>" ("left" | "right")', lazy=True, trigger_words=("<go>",))
 THINKING = Grammar(
@@ -92,7 +92,7 @@ ODD = ["a\nb", 'say "hi"', "back\\slash", "\u00e9", "\u0000", "\U0001f600"]
 def test_what_a_schema_allows_is_json(
     held: Callable[[Grammar], Held], schema: dict[str, Any], answers: list[str], refused: list[str]
 ) -> None:
-    text = schemas.grammar(schema)
+    text, _ = formats.grammar_of(schema)
     assert [held(Grammar(text=text)).takes(answer) for answer in answers] == [True] * len(answers)
     assert [held(Grammar(text=text)).takes(answer) for answer in refused] == [False] * len(refused)
 

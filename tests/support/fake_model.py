@@ -16,6 +16,7 @@ from kvflash_ggml.arrays import Int32s
 from kvflash_ggml.batching.messages import Logprob, Request
 from kvflash_ggml.batching.model import Paused, Residency
 from kvflash_ggml.chat.reader import AnswerReader, Parsed, ParsedCall, Rendered, words
+from kvflash_ggml.chat.schemas import held
 from kvflash_ggml.chat.values import ChatInput, Grammar
 from kvflash_ggml.chat.words import CLOSE, OPEN, in_words, plain_call
 from kvflash_ggml.errors import ConfigError, SnapshotError
@@ -394,8 +395,9 @@ class FakePrompts:
         if "root" not in (grammar if isinstance(grammar, str) else grammar.text):
             raise ConfigError("the grammar has no root")
 
-    def schema_grammar(self, schema: dict[str, Any] | None) -> str:
-        return "root ::= object"
+    def schema_grammar(self, schema: Any, *, strict: bool) -> tuple[str, tuple[str, ...]]:
+        found = held(schema, "response_format", strict=strict)
+        return "root ::= object", found.ignored
 
     @property
     def facts(self) -> dict[str, Any]:

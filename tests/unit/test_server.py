@@ -516,7 +516,7 @@ def test_metrics() -> None:
         ({"max_tokens": -2}, 400, "max_tokens"),
         ({"grammar": "what"}, 400, "no root"),
         ({"grammar": "root ::= x", "response_format": {"type": "json_object"}}, 400, "exclude"),
-        ({"response_format": {"type": "json_schema"}}, 400, "json_schema: it is missing"),
+        ({"response_format": {"type": "json_schema"}}, 400, "has no json_schema.schema"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "add --mmproj FILE"),
         ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, 501, "text, images and sound, not 'file'"),
