@@ -371,6 +371,8 @@ def parsed(pattern: str) -> Node:
     node = _anchored(_anchored(_Parser(pattern).parsed(), "^"), "$")
     if _has_anchor(node):
         raise Unheld("an anchor stands in its middle")
+    if lengths(node)[0] > MOST_REPEATED:
+        raise Unheld(f"its texts have more than {MOST_REPEATED} characters")
     return node
 
 
