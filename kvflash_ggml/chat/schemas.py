@@ -126,7 +126,8 @@ def unwritten(function: Mapping[str, Any], grammar: str) -> Iterator[str]:
     if _rule_name(f"{name}-schema") in rules:
         return
     for argument, part in properties.items():
-        if isinstance(part, dict) and _rule_name(f"{name}-arg-{argument}-schema") not in rules:
+        each = (f"{name}-arg-{argument}-schema", f"ling3-arg-{function['name']}-{argument}-schema")
+        if isinstance(part, dict) and not rules & set(map(_rule_name, each)):
             yield from (f"tools.{function['name']}.{argument}.{key}" for key in part if key in _LIMITING)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from support.families import template as upstreams
 from support.held import Held
 from support.schema_maker import SchemaMaker
 
@@ -107,6 +108,20 @@ def test_calls_keep_patterns(taken: Callable[..., list[bool]]) -> None:
     root = rendered.grammar.text.replace("root ::= ", "whole ::= ") + "\nroot ::= tool-weather-schema"
     calls = ['{"zip":"12345","n":3}', '{"zip":"1234","n":3}', '{"zip":"12345","n":4}']
     assert taken(Grammar(text=root), *calls) == [True, False, False], rule
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("HuggingFaceTB-SmolLM3-3B", ()),
+        ("Qwen3-Coder", ("tools.weather.zip.pattern",)),
+        ("inclusionai-ling-3.0-flash", ("tools.weather.zip.pattern",)),
+        ("google-gemma-4-31B-it", ("tools.weather.zip.pattern", "tools.weather.n.maximum")),
+    ],
+)
+def test_formats_that_write_arguments_in_their_own_way(name: str, told: tuple[str, ...]) -> None:
+    """Between marks a text has no quotes, and no pattern."""
+    assert upstreams(name).render(ChatInput(messages=ASKED, tools=[WEATHER])).ignored == told
 
 
 def test_what_a_call_does_not_keep_is_told() -> None:
