@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from ..constants import CHUNK
 from ..errors import KVFlashError
 from ..store.swapped import Conversation, ConversationFolder, Stored, SwapStore
 from .behind import Behind
@@ -105,7 +106,7 @@ class Conversations:
             if conversation.id in adopted:  # the earlier server was killed before it could delete this file
                 self._store.erase(adopted[conversation.id])
             adopted[conversation.id] = conversation
-            self._store.add(conversation, salt=conversation.salt)
+            self._store.add(conversation, salt=conversation.salt, least=conversation.prompt or CHUNK)
 
     def swap_out(self, id: str, access: Access) -> bool:
         """Put a conversation aside; False if it is not known."""

@@ -109,7 +109,7 @@ class Slot:
         if (
             found is not None
             and length > live
-            and (length >= max(MIN_BEGINNING, live + CHUNK) or (length >= found.prompt > 0 and not goes_on))
+            and (length >= max(MIN_BEGINNING, live + CHUNK) or (not goes_on and _continues(request, found)))
         ):
             taken = self._resume(found, length, request)
             if taken is not None:
@@ -182,8 +182,7 @@ class Slot:
         found, _ = self._store.find(request.tokens, salt=request.salt, name=request.conversation)
         if found is None or not request.reuse:
             return ""
-        shared = common_prefix(found.tokens, request.tokens)
-        return found.id if _goes_on(shared, found.prompt, len(found.tokens)) else ""
+        return found.id if _continues(request, found) else ""
 
     def branch(self, request: Request) -> int | None:
         """See `branch_of`, among the texts that were put aside."""
@@ -277,7 +276,7 @@ class Slot:
         """None if it is lost, and off the shelf then."""
         with self._store.holding(found):
             self._swap_out()
-            goes_on = _goes_on(common_prefix(found.tokens, request.tokens), found.prompt, len(found.tokens))
+            goes_on = _continues(request, found)
             if found not in self._store or not self._bring(found):  # it had to go, or cannot come back
                 return None
             self.counts.resumes += 1
@@ -317,6 +316,11 @@ def _goes_on(shared: int, prompt: int, length: int) -> bool:
     One that has all of the last prompt is, whatever it makes of the answer; so is one that has all there is of a text.
     """
     return shared > 0 and (shared >= prompt or shared == length)
+
+
+def _continues(request: Request, found: Conversation) -> bool:
+    """Is a request the continuation of a swapped-out text?"""
+    return _goes_on(common_prefix(found.tokens, request.tokens), found.prompt, len(found.tokens))
 
 
 def _named(request: Request) -> Conversation:

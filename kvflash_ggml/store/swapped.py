@@ -11,6 +11,7 @@ from stat import S_ISREG
 from typing import Protocol
 
 from ..arrays import Int32s
+from ..constants import CHUNK
 from ..errors import ConfigError, KVFlashError
 from .folder import Folder, disk_is_full, file_stat
 from .shared import Head
@@ -194,7 +195,7 @@ class SwapStore(Texts[Conversation]):
 
     def _insert(self, conversation: Conversation, swapped: SwappedText, now: float) -> None:
         conversation.tokens, conversation.swapped, conversation.used = swapped.tokens, swapped, now
-        self.add(conversation, salt=conversation.salt)
+        self.add(conversation, salt=conversation.salt, least=conversation.prompt or CHUNK)
         self.add_parts(conversation, swapped.parts())
 
     @contextmanager

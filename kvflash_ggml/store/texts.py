@@ -28,8 +28,9 @@ class Texts(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._all: dict[T, tuple[str, bytes]] = {}  # the salt and the first chunk of each
+        self._all: dict[T, tuple[str, bytes]] = {}  # the salt and the beginning of each
         self._begins: dict[tuple[str, bytes], list[T]] = {}
+        self._lengths: Counter[int] = Counter()  # bytes of these beginnings
         self._parts: dict[T, list[tuple[int, int]]] = {}
         self._holders: Counter[int] = Counter()
         self.size = 0
@@ -43,10 +44,14 @@ class Texts(Generic[T]):
     def __contains__(self, text: T) -> bool:
         return text in self._all
 
-    def add(self, text: T, *, salt: str = "") -> None:
-        """Add a text as the most recently used one. salt: texts of different salts are never compared."""
-        begin = self._all[text] = _begin(text.tokens, salt)
+    def add(self, text: T, *, salt: str = "", least: int = CHUNK) -> None:
+        """Add a text as the most recently used one. salt: texts of different salts are never compared.
+
+        least: so many of its first tokens, a chunk at most, make another text like it; all of a shorter one do.
+        """
+        begin = self._all[text] = salt, _bytes(text.tokens[: min(least, CHUNK)])
         self._begins.setdefault(begin, []).append(text)
+        self._lengths[len(begin[1])] += 1
         self.size += text.tokens.nbytes
 
     def remove(self, text: T, /) -> None:
@@ -54,6 +59,7 @@ class Texts(Generic[T]):
         self.drop_parts(text)
         begin = self._all.pop(text)
         self._begins[begin].remove(text)
+        self._lengths -= Counter((len(begin[1]),))
         if not self._begins[begin]:
             del self._begins[begin]
         self.size -= text.tokens.nbytes
@@ -62,9 +68,11 @@ class Texts(Generic[T]):
         """Make a text the most recently used one."""
         self._all[text] = self._all.pop(text)
 
-    def alike(self, tokens: Int32s, *, salt: str = "") -> Iterable[T]:
-        """Return texts that share at least a chunk with these tokens. Reading less is faster than restoring it."""
-        return self._begins.get(_begin(tokens, salt), ())
+    def alike(self, tokens: Int32s, *, salt: str = "") -> list[T]:
+        """Return the texts that share their `least` tokens with these tokens."""
+        begin = _bytes(tokens[:CHUNK])
+        lengths = [length for length in self._lengths if length <= len(begin)]
+        return [text for length in lengths for text in self._begins.get((salt, begin[:length]), ())]
 
     def nearest(self, tokens: Int32s, *, salt: str = "") -> tuple[int, int]:
         """Return how many of these tokens the text begins with that has most of them, and the length of that text."""
@@ -94,8 +102,8 @@ class Texts(Generic[T]):
         return key in self._holders
 
 
-def _begin(tokens: Int32s, salt: str) -> tuple[str, bytes]:
-    return salt, tokens[:CHUNK].astype("<i4").tobytes()
+def _bytes(tokens: Int32s) -> bytes:
+    return tokens.astype("<i4").tobytes()
 
 
 def usable(text: Int32s, places: Sequence[int] | None, tokens: Int32s) -> int:

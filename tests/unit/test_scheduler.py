@@ -122,6 +122,22 @@ def test_the_next_turn_reads_what_is_new(make: Make) -> None:
     assert answer(scheduler, again, 20).usage.cached == 300 + len(first.tokens)
 
 
+@pytest.mark.parametrize("length", [1, 2, 5, 20, 63, 64, 100, 200, 300])
+def test_what_others_ask_does_not_change_what_is_read(make: Make, length: int) -> None:
+    """A text is found again however short it is: for its next turn, for another turn, and for its prompt again."""
+    for turn in range(3):
+        read = []
+        for others in (0, 3):
+            scheduler = make()
+            first = answer(scheduler, text(length), 5)
+            for i in range(others):
+                answer(scheduler, text(30, 10 + i), 2)
+            prompts = [*text(length), *first.tokens, *text(40, 1)], [*text(length), *text(40, 2)], text(length)
+            read.append(answer(scheduler, prompts[turn], 0).usage.cached)
+        assert read[0] == read[1]
+        assert read[0] >= (length, length, length - 1)[turn]
+
+
 def test_cancelled_while_it_waits(make: Make) -> None:
     gate = Gate()
     scheduler = make(FakeModel(on_step=gate))
