@@ -295,7 +295,7 @@ class Scheduler:
             elif not (self._calls or self._stopping):
                 job = self.behind.take()
                 if job is not None:
-                    self._begin(job)
+                    self._start(job)
                 else:  # a slow reader's time, and a store that is left alone for a while, end without a word
                     self._wake.wait(LOOK_S if self._aside or self.shared is not None else None)
         self._end()
@@ -323,8 +323,26 @@ class Scheduler:
             job = self.waiting.take()
             if job is None:
                 return
-            if not self._fetches(job):
-                self._begin(job)
+            self._start(job)
+
+    def _start(self, job: Job) -> bool:
+        """Begin with a job, or fetch its text first. What goes wrong with that ends this job alone.
+
+        False for a job that is not read now.
+        """
+        try:
+            if self._fetches(job):
+                return False
+            self._begin(job)
+        except Exception as err:
+            logger.error("request %s could not begin", job.request.id, exc_info=err)
+            for slot in self.slots:
+                slot.request = None if slot.request is job.request else slot.request
+            self._begun.pop(job.request.id, None)
+            if not job.behind:
+                self._refuse(job, *_unexpected(err))
+            return False
+        return True
 
     def _fetches(self, job: Job) -> bool:
         """Let a job wait aside while its text is looked for in the store that servers share."""
@@ -432,9 +450,8 @@ class Scheduler:
             return unread(job) <= left and not reader.slot.will_gain(job.request, reader.cached[job])
 
         while any(slot.request is None for slot in self.slots) and (job := self.waiting.take(fits)) is not None:
-            if not self._fetches(job):
+            if self._start(job):
                 reader.let += unread(job)
-                self._begin(job)
 
     def _round(self, answers: Sequence[Running]) -> None:
         """Compute a step of each of these answers, and draw what follows from it: a token, or more with drafts."""
@@ -528,7 +545,7 @@ class Scheduler:
             return _failed(NUMERICAL, str(err))
         logger.error("request %s", request.id, exc_info=err)
         self._forget_text(one.slot)
-        return _failed(INTERNAL, f"the server failed at this request ({type(err).__name__}): its log says why")
+        return _unexpected(err)
 
     def _put_aside(self, one: Running) -> None:
         """Its conversation is swapped out like any other; the job waits for its reader."""
@@ -578,14 +595,16 @@ class Scheduler:
 
         # a job that has had a turn ends at its next one
         for job in self.waiting.remove_if(lambda job: not job.begun and (job.cancelled or job.late(now, queued=True))):
-            waited = now - job.submitted
-            code, why = QUEUE_DEADLINE, f"waited {waited:.0f} s for its turn: try again later"
-            if job.cancelled:
-                code, why = CANCELLED, "the client has left"
-            usage = Usage(queue_s=waited)
-            self.totals.add(usage, code)
-            self._ended(job.request, usage, code)
-            self._tell(job, Failed(code=code, message=why))
+            why = f"waited {now - job.submitted:.0f} s for its turn: try again later"
+            ended = _failed(CANCELLED, "the client has left") if job.cancelled else _failed(QUEUE_DEADLINE, why)
+            self._refuse(job, *ended)
+
+    def _refuse(self, job: Job, code: str, failed: Failed) -> None:
+        """End a job that has had no turn."""
+        usage = Usage(queue_s=self._clock() - job.submitted)
+        self.totals.add(usage, code)
+        self._ended(job.request, usage, code)
+        self._tell(job, failed)
 
     def _ended(self, request: Request, usage: Usage, reason: str) -> None:
         if self._on_end is not None:
@@ -597,6 +616,10 @@ class Scheduler:
         self._jobs.pop(job.request.id, None)
         with logged("request %s: its reader is gone", job.request.id):
             job.sink(event)
+
+
+def _unexpected(err: Exception) -> tuple[str, Failed]:
+    return _failed(INTERNAL, f"the server failed at this request ({type(err).__name__}): its log says why")
 
 
 def _failed(code: str, message: str) -> tuple[str, Failed]:

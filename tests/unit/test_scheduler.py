@@ -122,6 +122,33 @@ def test_the_next_turn_reads_what_is_new(make: Make) -> None:
     assert answer(scheduler, again, 20).usage.cached == 300 + len(first.tokens)
 
 
+@pytest.mark.parametrize("parallel", [1, 2])
+@pytest.mark.parametrize("call", ["usable", "limit_prompt_steps"])
+def test_an_unexpected_error_before_the_first_step_ends_that_request_alone(
+    make: Make, parallel: int, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What looks for its slot is no part of an answer yet: the engine's thread would have ended."""
+    scheduler = make(FakeModel(parallel=parallel))
+    answer(scheduler, text(300))
+    fails = threading.Event()
+    usual = getattr(FakeModel, call)
+
+    def broken(model: FakeModel, *args: Any) -> Any:
+        if fails.is_set():
+            raise RuntimeError("a defect")
+        return usual(model, *args)
+
+    monkeypatch.setattr(FakeModel, call, broken)
+    fails.set()
+    end = ask(scheduler, text(310)).wait()
+    assert isinstance(end, Failed)
+    assert (end.code, "RuntimeError" in end.message) == ("internal_error", True)
+    fails.clear()
+    assert answer(scheduler, text(310)).reason == "length"
+    assert scheduler.totals.finished["internal_error"] == 1
+    assert scheduler.idle
+
+
 @pytest.mark.parametrize("length", [1, 2, 5, 20, 63, 64, 100, 200, 300])
 def test_what_others_ask_does_not_change_what_is_read(make: Make, length: int) -> None:
     """A text is found again however short it is: for its next turn, for another turn, and for its prompt again."""
