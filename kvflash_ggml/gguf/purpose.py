@@ -38,6 +38,16 @@ _DELTA = ("qwen35", "qwen35moe", "qwen3next")
 _SECTIONS_OR_NONE = ("bailingmoe3", "glm4", "glm4moe", "hunyuan_vl")
 """Architectures that count positions plainly where RoPE's sections are 0."""
 
+_WHOLE_HEADS = frozenset({
+    "apertus", "arcee", "arctic", "baichuan", "chameleon", "codeshell", "cogvlm", "cohere2moe", "dbrx", "deci",
+    "deepseek", "dots1", "dream", "ernie4_5", "ernie4_5-moe", "exaone", "exaone-moe", "exaone4", "falcon", "granite",
+    "granite_swa", "graniteswitch", "grok", "grovemoe", "hunyuan-moe", "hunyuan_vl", "hy_v3", "internlm2", "jais2",
+    "llada", "llada-moe", "llama", "llama4", "maincoder", "mellum", "mistral3", "olmo", "olmo2", "olmoe", "orion",
+    "paddleocr", "pangu-embedded", "plamo", "pockettts", "qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3moe", "qwen3vl",
+    "qwen3vlmoe", "rnd1", "seed_oss", "smallthinker", "smollm3", "starcoder2", "talkie", "xverse",
+})  # fmt: skip
+"""Architectures whose graph asserts that RoPE turns all values of a head."""
+
 _INTEGERS = ("i8", "i16", "i32", "i64", "f64")
 _TABLES = ("d2t", "tid2eid")
 """How the names of tensors of integers end; those of other tensors are computed with as numbers."""
@@ -137,6 +147,8 @@ def _wrong_rope(file: GGUF) -> Wrong:
     for one in turned if isinstance(turned, list) else [0 if turned is None else turned]:
         if type(one) is int and (one % 2 or one > head or (one == 0 and sections is not None and turned is not None)):
             yield f"{own}rope.dimension_count", one, f"an even number up to {head}, the size of a head"
+        if file.architecture in _WHOLE_HEADS and type(turned) is int and one != head < _MOST_COUNT:
+            yield f"{own}rope.dimension_count", one, f"{head}, the size of a head"
 
 
 def _head_dim(file: GGUF) -> int:

@@ -120,6 +120,7 @@ def test_an_epsilon_that_ends_the_process_is_refused(tmp_path: Path, value: floa
         ("expert_used_count", 1, "0 to 0"),
         ("rope.scaling.type", "llama", "one of none, linear, yarn, longrope"),
         ("rope.freq_base", -1.0, "0 or more"),
+        *(("rope.dimension_count", value, "64, the size of a head") for value in (0, 2, 32)),
         ("rope.scaling.factor", float("nan"), "a finite number"),
     ],
 )
@@ -164,7 +165,6 @@ def test_what_llama_cpp_asserts_of_a_delta_net(tmp_path: Path, key: str, value: 
         ("qwen35", "rope.dimension_sections", [24, 20, 20, 0]),
         ("qwen35", "attention.head_count_kv", [0, 0, 0, 2] * 2),
         ("glm4", "rope.dimension_sections", [0] * 4),
-        ("qwen3", "rope.dimension_count", 0),
     ],
 )
 def test_odd_heads_that_llama_cpp_computes_with(tmp_path: Path, architecture: str, key: str, value: Any) -> None:
@@ -174,8 +174,6 @@ def test_odd_heads_that_llama_cpp_computes_with(tmp_path: Path, architecture: st
                 fields[own] = fields.pop(name).renamed(own := name.replace("qwen35", architecture))
         fields["general.architecture"] = Field.of("general.architecture", architecture)
         fields[f"{architecture}.{key}"] = Field.of(f"{architecture}.{key}", value)
-        if architecture == "qwen3":
-            del fields["qwen3.rope.dimension_sections"]
 
     purpose.check_model(rewritten(MODELS / "recall-qwen35-q8_0.gguf", tmp_path / "model.gguf", change))
 
