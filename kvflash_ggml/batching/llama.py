@@ -39,13 +39,17 @@ from .model import Paused, Residency, ResidencyObserver
 if TYPE_CHECKING:
     from ..llama.generation import Pending
     from ..llama.llama import Llama
+    from ..llama.reader import PromptEnd
 
 
 class SwappedSequence:
-    """A swapped-out text of a `Llama`. read_otherwise: see `LlamaModel`."""
+    """A swapped-out text of a `Llama`. read_otherwise: see `LlamaModel`. end: see `Reader`."""
 
-    def __init__(self, saved: SessionState, *, stateful: bool, read_otherwise: bool = False) -> None:
+    def __init__(
+        self, saved: SessionState, *, stateful: bool, read_otherwise: bool = False, end: PromptEnd | None = None
+    ) -> None:
         self.saved = saved
+        self.end = end
         self.read_otherwise = read_otherwise
         self._stateful = stateful
 
@@ -58,7 +62,9 @@ class SwappedSequence:
         return tuple(sorted(self.saved.checkpoints)) if self._stateful else None
 
     def parts(self) -> Iterator[tuple[int, int]]:
-        return self.saved.parts()
+        yield from self.saved.parts()
+        for part in self.end or ():
+            yield id(part), part.nbytes
 
     def release(self) -> None:
         self.saved.release()
@@ -290,12 +296,13 @@ class LlamaModel:
             self.llm.checkpoint()
 
     def swap_out(self) -> SwappedSequence:
-        return SwappedSequence(self.llm.park(), stateful=self.stateful, read_otherwise=self._read_otherwise)
+        read_otherwise, end = self._read_otherwise, self.llm._reader.end
+        return SwappedSequence(self.llm.park(), stateful=self.stateful, read_otherwise=read_otherwise, end=end)
 
     def swap_in(self, swapped: SwappedText) -> None:
         assert isinstance(swapped, SwappedSequence)
         self.llm.resume(swapped.saved)
-        self._read_otherwise = swapped.read_otherwise
+        self._read_otherwise, self.llm._reader.end = swapped.read_otherwise, swapped.end
 
     def reset(self) -> None:
         self.unpin()

@@ -49,7 +49,7 @@ from .reader import Reader
 from .samplers import chain_of
 from .saving import Saver
 from .stats import PoolStats
-from .tokenizer import IncrementalTokenizer, WholeTokenizer
+from .tokenizer import IncrementalTokenizer, WholeTokenizer, check_tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -68,6 +68,16 @@ HALVINGS = 2
 
 _REDIRECTING = threading.RLock()
 """Held by upstream's constructor, which redirects stdout and stderr with `verbose=False`: two would mix them up."""
+
+
+class _Tokenizer(LlamaTokenizer):
+    """Upstream's, with a ConfigError for a token that the model does not have: llama.cpp ends the process."""
+
+    def detokenize(self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False) -> bytes:
+        check_tokens(tokens, self._model.n_vocab())
+        text: bytes = super().detokenize(tokens, prev_tokens, special)
+        return text
+
 
 NOT_MADE = ("Failed to create llama_context", "Failed to load model")
 """What upstream says then, and where there is no room for the weights."""
@@ -263,6 +273,10 @@ class Llama(llama_cpp.Llama):
         if self._config is not None and params.n_gpu_layers != 0:
             self._free_before = {device.name: device.free for device in memory.devices()}
 
+    def tokenizer(self) -> LlamaTokenizer:
+        """Upstream's tokenizer of the model's vocabulary."""
+        return _Tokenizer(self)
+
     @property
     def tokenizer_(self) -> Any:
         """The tokenizer; upstream's interface, with a cache for texts that grow at their end."""
@@ -273,7 +287,7 @@ class Llama(llama_cpp.Llama):
         # upstream sets this between loading the model and making the context: the moment to size the pool
         if isinstance(tokenizer, LlamaTokenizer):
             lacking, bos = vocabulary.incomplete(self._model.vocab), self._model.token_bos
-            whole = WholeTokenizer(tokenizer, self._model.vocab, bos)
+            whole = WholeTokenizer(self.tokenizer(), self._model.vocab, bos)
             tokenizer = IncrementalTokenizer(whole, bos, n_vocab=self._model.n_vocab(), incomplete=lacking)
         self._tokenizer = tokenizer
         vision.open_projector(self, self._projector)
@@ -403,6 +417,8 @@ class Llama(llama_cpp.Llama):
             place = self._saver.branch(ids, self.kvflash_branch) if reset else None
             reading = answer.read(prompt, place, going_on=going_on is not None, shares=self.kvflash_together)
             yield from reading  # type: ignore[misc]  # as below
+            if reset and reader.sequence is not None:
+                reader.keep_end()
             try:
                 self._saver.keep_prefix()
                 while (token := answer.accept()) is not None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from llama_cpp import Llama as Stock  # bound here: `install` puts our class in its place
 
 from ..arrays import Int32s, Int64s, numbers
+from ..constants import CHUNK
 from ..errors import CLOSED, ConfigError, ContextFull, KVFlashError, NotFinite, SnapshotError
 from ..sequence import prefill
 from ..sequence.sequence import Sequence
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvflash_ggml")
 
+PromptEnd = tuple[Int32s, npt.NDArray[np.single]]
+"""A prompt that was read, and the logits [n_vocab] of its last token."""
+
 OnLogits = abc.Callable[[int, npt.NDArray[np.single]], None]
 """Called with a position and the logits [count, n_vocab] of the tokens from there on. The next step overwrites them."""
 
@@ -38,7 +42,7 @@ class Reader:
     the newest token are not at hand, without a pool. speculator: what drafts; None where nobody does. prefixes: texts
     that are kept for later; None without such a cache. greedy: the running answer takes the likeliest token, and
     nothing else changes it. previewing: the text is a preview's, which stands in for another one. on_logits: is given
-    the logits of each step of a prompt, with the position of the first.
+    the logits of each step of a prompt, with the position of the first. end: the newest prompt, and its last logits.
     """
 
     def __init__(self, llm: Stock) -> None:
@@ -51,6 +55,7 @@ class Reader:
         self.previewing = False
         self._slow = SlowPrompt()
         self.on_logits: OnLogits | None = None
+        self.end: PromptEnd | None = None
 
     @property
     def output_all(self) -> bool:
@@ -279,6 +284,26 @@ class Reader:
             text.logits = NO_LOGITS
         sequence.engine.set_logits(row)
         sequence.logits = Logits(pos, 1)
+
+    def keep_end(self) -> None:
+        """Keep the logits of the prompt that was just read, for the same prompt if it comes again."""
+        if self.logits_at_hand:
+            self.end = self.llm._input_ids.copy(), self.logits_row(self.llm.n_tokens - 1).copy()
+
+    def take_end(self, tokens: Int32s) -> bool:
+        """Cut the text to a prompt that it begins with, and put back the logits that this had the first time.
+
+        False, and nothing has changed, if they are not kept, or pages were moved for the prompt: it is read again then.
+        """
+        sequence, end = self.sequence, self.end
+        if sequence is None or end is None or not np.array_equal(end[0], tokens):
+            return False
+        if len(tokens) > sequence.table.quota * CHUNK or sequence.truncates_to(len(tokens)) != len(tokens):
+            return False
+        self.cut(len(tokens))
+        self.llm.n_tokens = len(tokens)
+        self.put_logits(len(tokens) - 1, end[1])
+        return True
 
     def sample(self, pos: int, *args: Any, **kwargs: Any) -> int:
         """Draw the token after `pos` as upstream does. KVFlashError where its logits are not at hand, which would end

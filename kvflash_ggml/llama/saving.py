@@ -189,6 +189,8 @@ class Saver:
         shared = common_prefix(llm._input_ids, tokens)
         if shared == len(tokens) == llm.n_tokens and reader.logits_at_hand:
             return shared  # the logits of the last token are at hand
+        if shared == len(tokens) and reader.take_end(tokens):
+            return shared
         if shared == len(tokens):
             shared -= 1  # one token has to be evaluated for its logits
         if reader.sequence is not None:

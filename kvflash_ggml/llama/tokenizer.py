@@ -15,6 +15,13 @@ SHORT = 8
 """Lists up to this length are not worth remembering: a stream asks for single tokens between its growing text."""
 
 
+def check_tokens(tokens: list[int], n_vocab: int) -> None:
+    """Raise ConfigError for a token that the model does not have."""
+    for token in tokens:
+        if not 0 <= token < n_vocab:
+            raise ConfigError(f"token {token} has no text: this model has 0 to {n_vocab - 1}")
+
+
 class WholeTokenizer:
     """Upstream's tokenizer, for texts and pieces of any length. vocab: llama.cpp's pointer."""
 
@@ -83,9 +90,7 @@ class IncrementalTokenizer:
 
     def _plain(self, tokens: list[int], prev_tokens: list[int] | None, special: bool) -> bytes:
         vocabulary.check(b"", self._incomplete)
-        for token in tokens:
-            if not 0 <= token < self._n_vocab:
-                raise ConfigError(f"token {token} has no text: this model has 0 to {self._n_vocab - 1}")
+        check_tokens(tokens, self._n_vocab)
         if not self.shown.isdisjoint(tokens):
             pieces = (self._tokenizer.detokenize([token], special=special or token in self.shown) for token in tokens)
             return b"".join(pieces)

@@ -93,6 +93,37 @@ def test_a_text_that_was_cut_parked_and_saved(kind: str, llama: Any, prompts: An
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [2, 70, 900])
+def test_a_prompt_that_fits_the_pool(kind: str, length: int, llama: Any, tokens: Any) -> None:
+    """Its last token would be evaluated alone the second time, which rounds otherwise."""
+    llm = llama(kind, **{**POOL, "kvflash": 4096})
+    prompt, other = tokens[:length].tolist(), tokens[1000:1300].tolist()
+    model = LlamaModel(llm)
+
+    def asked(count: int = LENGTH) -> tuple[tuple[int, ...], bytes]:
+        answer = llm.generate(prompt, temp=0.0)
+        first = [next(answer)]
+        model.checkpoint()  # as a server does behind the first token
+        rows = [row(llm).tobytes()]
+        for token in islice(answer, count - 1):
+            first.append(token)
+            rows.append(row(llm).tobytes())
+        answer.close()
+        return tuple(first), b"".join(rows)
+
+    first = asked()
+    assert asked() == first
+    assert asked(1)[0] == first[0][:1]
+    assert asked() == first
+    swapped = model.swap_out()
+    llm.reset()
+    llm.eval(other)
+    model.swap_in(swapped)
+    swapped.release()
+    assert asked() == first
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_text_of_which_nothing_has_to_be_read(kind: str, llama: Any, prompts: Any, tmp_path: Path) -> None:
     """As it is at the prompt's end: from a prefix cache in memory and in a folder, and from a file."""
     prompt, other = prompts
@@ -201,11 +232,13 @@ def test_interrupted_anywhere(llama: Any, tokens: Any) -> None:
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 @pytest.mark.parametrize("pool", [512, 4096])
 def test_what_was_read_is_of_the_newest_prompt(kind: str, pool: int, llama: Any, prompts: list[list[int]]) -> None:
-    """Where the pool holds the context, or part of it, and one token of the prompt or more are not known."""
+    """Where the pool holds the context, or part of it, and no token of the prompt or some are read again."""
     llm, last = llama(kind, **{**POOL, "kvflash": pool}), []
     for _ in range(2):
         list(islice(llm.generate(prompts[0], temp=0.0), 4))
         last.append(llm.kvflash.last)
     assert last[0].read == len(prompts[0])
-    assert 0 < last[1].read < len(prompts[0])
+    again = last[1].read
+    nothing = (kind, pool) == ("dense", 4096)  # the other one kept no state at the end of its prompt
+    assert again == 0 if nothing else 0 < again < len(prompts[0])
     assert [one.generated for one in last] == [3, 3]
