@@ -21,6 +21,7 @@ VERBS = (
     verb("acceptance", plans.Acceptance, "accepting"),
     verb("recall", plans_texts.Recall, "recall"),
     verb("scores", plans_texts.Scores, "study"),
+    verb("faults", plans_texts.Faults, "faults"),
     verb("reading", plans_texts.Reading, "reading"),
     verb("loss", plans_texts.Loss, "loss"),
     verb("conversations", plans_texts.Conversations, "conversing"),

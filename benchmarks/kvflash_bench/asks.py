@@ -15,8 +15,9 @@ from .tasks import NOUNS, WORDS, Needle, Tokenize, compose, unused_value
 class Ask:
     """What is asked after a document. tail: the question and the beginning of its answer. label: its row of results.
 
-    said: how the answer goes on before it is judged, whatever the model would say. gold: token spans [first, end) of
-    the document that hold the answer; empty where all of it is needed.
+    said: how the answer goes on before it is judged, whatever the model would say. goes_on: the answer to the question
+    before goes on with it: nothing is read again or restored between them. gold: token spans [first, end) of the
+    document that hold the answer; empty where all of it is needed.
     """
 
     tail: str
@@ -24,6 +25,7 @@ class Ask:
     label: str
     gold: tuple[tuple[int, int], ...] = ()
     said: str = ""
+    goes_on: bool = False
 
     def is_correct(self, reply: str) -> bool:
         """Whether the first number, or the first word where no number is asked for, is the answer."""

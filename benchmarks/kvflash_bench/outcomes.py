@@ -32,7 +32,7 @@ class Outcome:
     """One question. page_ins and looks: while it was asked, and while its document was read where both are one call.
 
     resident: whether all chunks of the answer were on the device with its first token; None without a pool, or such
-    chunks.
+    chunks. gold: these chunks. began: tokens of the text when the first token of the answer was drawn.
     """
 
     task: str
@@ -47,6 +47,8 @@ class Outcome:
     look_seconds: float
     decode_tokens: int
     decode_seconds: float
+    began: int = 0
+    gold: tuple[int, ...] = ()
 
     @property
     def question(self) -> tuple[str, str, int, str]:

@@ -45,8 +45,8 @@ class Recall(Asked):
         "single,multikey4",
         "Of single, multikey4, multivalue, vartrack, jsonkv, words, reworded, chat; for models that were not trained "
         "to recall: forms (twelve facts in a document, asked verbatim and reworded in the model's chat template) and "
-        "late (the same, after some eighty other tokens of the answer), and whole (count, list and compare facts from "
-        "all over a document).",
+        "late (the same, after some eighty other tokens of the answer), turning (one answer that turns to seven facts) "
+        "and listing (that lists seven), and whole (count, list and compare facts from all over a document).",
         type=Names(),
     )
     trials: int = option(16, "Of each task; a trial asks once at every depth.")
@@ -68,6 +68,18 @@ class Scores(Asked):
     residency: float = option(6.25, "Pool, in % of the context.")
     tasks: tuple[str, ...] = option("single,multikey4", type=Names())
     trials: int = option(4, "Of each task; a trial asks once at every depth.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults(Asked):
+    """At which tokens of an answer the retrieval heads ask for a chunk: how surely that tells where a value is."""
+
+    contexts: tuple[int, ...] = option("4K", DOCUMENTS, type=Numbers())
+    pools: tuple[int, ...] = option("512,1K", "Simulated pools, in tokens.", type=Numbers())
+    tasks: tuple[str, ...] = option("turning,listing", "See recall.", type=Names())
+    thresholds: tuple[float, ...] = option("5,10,20,30,50", "Shares of a head, in %.", type=Fractions())
+    trials: int = option(1, "Of each task, and documents of plain text.", type=COUNT)
+    tokens: int = option(200, "Of plain text after a document.", type=COUNT)
 
 
 @dataclass(frozen=True, kw_only=True)

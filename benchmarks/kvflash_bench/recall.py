@@ -29,7 +29,7 @@ from .plans_texts import Recall
 from .previews import Pick, pick_of
 from .tasks_kinds import FREE, make
 
-TAIL_ROOM = 512
+TAIL_ROOM = 768
 """Tokens of context beside the document, for questions and answers."""
 
 MAX_NEW = 40
@@ -132,10 +132,10 @@ def gold_chunks(ask: Ask, shift: int) -> list[int]:
 
 
 def run_case(llm: Llama, case: Case, *, task: str, seed: int) -> Iterator[Outcome | Read]:
-    """Read the document and ask its questions. A single question is read in one call with its document."""
+    """Read the document and ask its questions. A single prompt is read in one call with its document."""
     document = prompt_tokens(llm, case)
     shift = shift_of(llm, case)
-    alone = len(case.asks) == 1
+    alone = all(ask.goes_on for ask in case.asks[1:])
     before = _counters(llm)
     llm.reset()
     if alone:
@@ -143,7 +143,9 @@ def run_case(llm: Llama, case: Case, *, task: str, seed: int) -> Iterator[Outcom
     yield _read(llm, lambda: document)
     state = None if alone else llm.save_state()
     for ask in case.asks:
-        if state is not None:
+        if ask.goes_on:
+            before = _counters(llm)
+        elif state is not None:
             llm.load_state(state)
             before = _counters(llm)
             llm.eval(tail_tokens(llm, case, ask))
@@ -188,6 +190,7 @@ def _outcome(
     """Have a question answered that has been read. gold: chunks of its answer. before: the counters before it."""
     for token in llm.tokenize(ask.said.encode(), add_bos=False, special=False):
         llm.eval([token])
+    began = llm.n_tokens
     reply, count, seconds, resident = _answer(llm, ask, gold)
     after = _counters(llm)
     return Outcome(
@@ -203,6 +206,8 @@ def _outcome(
         look_seconds=after[2] - before[2],
         decode_tokens=count,
         decode_seconds=seconds,
+        began=began,
+        gold=tuple(gold),
     )
 
 

@@ -10,7 +10,7 @@ import random
 from kvflash_ggml.errors import ConfigError
 
 from .asks import Case, FreeAsk, Setting
-from .forms import SETS
+from .forms import SETS, Form
 from .tasks import SPREAD, compose
 
 FIRST, LAST = 0.04, 0.96
@@ -41,12 +41,18 @@ def late(setting: Setting, rng: random.Random) -> list[Case]:
     return [_document(setting, rng, preamble=PREAMBLE)]
 
 
-def _document(setting: Setting, rng: random.Random, preamble: str = "") -> Case:
+def chosen_set(setting: Setting, rng: random.Random) -> list[tuple[Form, str]]:
+    """Return the forms of the setting's set in a random order, each with a value. ConfigError for an unknown set."""
     if setting.fact_set not in SETS:
         raise ConfigError(f"there is no set {setting.fact_set!r} of facts: use one of {', '.join(SETS)}")
-    frame = setting.frame
     chosen = [(form, rng.choice(form.values)) for form in SETS[setting.fact_set]]
     rng.shuffle(chosen)
+    return chosen
+
+
+def _document(setting: Setting, rng: random.Random, preamble: str = "") -> Case:
+    frame = setting.frame
+    chosen = chosen_set(setting, rng)
     lines = [form.sentence.format(v=value) for form, value in chosen]
     step = (LAST - FIRST) / (len(lines) - 1)
     document = compose(

@@ -16,6 +16,7 @@ from kvflash_ggml.errors import ConfigError
 from .asks import Ask, Case, Setting
 from .tasks import NOUNS, WORDS, Needle, unused_value
 from .tasks_forms import forms, late
+from .tasks_turning import listing, turning
 from .tasks_whole import whole
 
 MULTIKEY = 4
@@ -175,10 +176,12 @@ KINDS: dict[str, Maker] = {
     "chat": chat,
     "forms": forms,
     "late": late,
+    "turning": turning,
+    "listing": listing,
     "whole": whole,
 }
 
-FREE = frozenset({"forms", "late", "whole"})
+FREE = frozenset({"forms", "late", "turning", "listing", "whole"})
 """Kinds that are asked in the model's own chat, and answered in its own words."""
 
 
