@@ -145,6 +145,12 @@ class PoolSettings:
     )  # fmt: skip
 
 
+TAIL, SHORT_TAIL, SMALL_SHARE = 4, 2, 1024
+"""Chunks of the tail by default, and in a share of fewer tokens. Of 8 blocks a tail of 4 leaves two to choose from, and
+two facts push each other out.
+"""
+
+
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVFlashConfig:
@@ -156,7 +162,8 @@ class KVFlashConfig:
     pool_bytes: the same as bytes on the device, instead of a number of slots.
     reselect_prefill: rebuild the resident set while a prompt is read too, and not at its end only.
     sinks: leading chunks that are never evicted.
-    tail: newest chunks that are never evicted, besides the one being filled.
+    tail: newest chunks that are never evicted, besides the one being filled. None: 4, or 2 where a sequence has less
+        than 1,024 tokens of the pool.
     embedding: tokens of a text that llama.embedding.Embedder takes at once, for which memory is left. 0 for none.
     parallel: sequences that are computed together; `pool_share` says how they divide the pool. "auto" is 4, or fewer
         where their states would take more than a quarter of the pool's bytes or memory that is not there, or half of
@@ -185,8 +192,9 @@ class KVFlashConfig:
     )  # fmt: skip
     tau: int | None = _pool(
         int, "--kvflash-tau", least=1,
-        help="Tokens between two reselections while generating. With a number, the same call computes the same bits"
-        " however fast the machine is.  [default: adapts to what scoring costs]",
+        help="Tokens between two reselections while generating; chunks are scored four times as often. With a number,"
+        " the same call computes the same bits however fast the machine is.  [default: chunks are scored at every"
+        " token, or as often as that costs little]",
     )  # fmt: skip
     calibrate: bool | Path = _pool(
         _read_calibration, "--kvflash-calibrate", default=True, metavar="on|off|FILE", shown=False,
@@ -195,12 +203,12 @@ class KVFlashConfig:
     )  # fmt: skip
     deterministic: bool = _pool(
         bool, "--kvflash-deterministic", default=False,
-        help="The same text brings the same chunks. Each prompt is read from its beginning, tau does not adapt, and"
-        " heads that are found meanwhile count in the next run.",
+        help="The same text brings the same chunks. Each prompt is read from its beginning, no clock says how often"
+        " chunks are scored, and heads that are found meanwhile count in the next run.",
     )  # fmt: skip
     reselect_prefill: bool = True
     sinks: int = 1
-    tail: int = 4
+    tail: int | None = None
     pins: tuple[tuple[int, int], ...] = _pool(
         notation.pin, "--kvflash-pin", default=(), many=True, metavar="LO:HI",
         help="Half-open range of tokens that are never evicted; may be repeated.",
@@ -256,7 +264,7 @@ class KVFlashConfig:
         self._check_pool()
         for name, least in (("sinks", 0), ("tail", 1), ("checkpoints", 0), ("embedding", 0), ("parallel", 1)):
             value = getattr(self, name)
-            if name == "parallel" and value == "auto":
+            if (name, value) in (("parallel", "auto"), ("tail", None)):
                 continue
             if not is_whole(value) or value < least:
                 raise ConfigError(f"{name} is a whole number of at least {least}, not {value!r}")
@@ -343,11 +351,15 @@ class KVFlashConfig:
         """Can the shares of sequences change?"""
         return self.sequences > 1 and (self.pool_share or ("strict" if self.same_bits else "elastic")) == "elastic"
 
+    def tail_of(self, share: int = SMALL_SHARE) -> int:
+        """Return the tail of a sequence with `share` tokens of the pool; by default the longest tail."""
+        return self.tail or (TAIL if share >= SMALL_SHARE else SHORT_TAIL)
+
     @property
     def minimum_pool(self) -> int:
         """Slots below which no chunk of a sequence could ever be evicted, rounded up to the pool step."""
         padding = round_up(self.sequences, CHUNK) if self.deterministic_batch else 0
-        return round_up((self.sinks + self.tail + 2) * CHUNK * self.sequences + padding, POOL_STEP)
+        return round_up((self.sinks + self.tail_of() + 2) * CHUNK * self.sequences + padding, POOL_STEP)
 
     @property
     def sees_all(self) -> bool:

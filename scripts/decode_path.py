@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Counts the files and functions of the package that one plain decode token runs through. Needs the built library.
 
-`python scripts/decode_path.py` prints them, indented by depth. A plain token has no drafts, and no page moves for it.
+`python scripts/decode_path.py` prints them, indented by depth. For a plain token nothing is drafted, no chunk is
+scored, and no page moves.
 """
 
 from __future__ import annotations
@@ -50,10 +51,9 @@ def calls_of(work: Callable[[], object]) -> list[Call]:
 
 
 def plain_token() -> list[Call]:
-    """The calls of a plain token on a pool smaller than its text, with policy qk."""
-    llm = kvflash_ggml.Llama(
-        str(MODEL), n_ctx=4096, kvflash=1024, kvflash_policy="qk", kvflash_calibrate=False, verbose=False, n_threads=1
-    )
+    """The calls of a plain token on a pool smaller than its text, with policy qk that scores every 16 tokens."""
+    pool = {"kvflash": 1024, "kvflash_policy": "qk", "kvflash_calibrate": False, "kvflash_tau": 64}
+    llm = kvflash_ggml.Llama(str(MODEL), n_ctx=4096, verbose=False, n_threads=1, **pool)  # type: ignore[arg-type]
     try:
         prompt = llm.tokenize(TEXT.read_bytes()[:9000])[:1800]
         answer = llm.generate(prompt, temp=0.0)

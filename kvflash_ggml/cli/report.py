@@ -29,8 +29,8 @@ Facts = TypeVar("Facts")
 
 _COUNTERS = (
     "pool", "n_ctx", "resident", "chunks", "page_ins", "page_outs", "bytes_in", "bytes_out", "host_bytes",
-    "device_bytes", "policy", "epoch", "type_k", "type_v", "pinned", "evicted_mass", "reading", "stage", "stage_bytes",
-    "streamed_steps", "streamed_bytes",
+    "device_bytes", "policy", "scored_every", "epoch", "type_k", "type_v", "pinned", "evicted_mass", "reading", "stage",
+    "stage_bytes", "streamed_steps", "streamed_bytes",
 )  # fmt: skip
 
 
@@ -102,6 +102,7 @@ def residency(stats: Any) -> list[str]:
     return [
         f"resident {stats.resident}/{stats.chunks} chunks",
         f"{stats.page_ins} recalled, {stats.page_outs} copied to the host",
+        *([f"scored every {stats.scored_every} tokens"] if (stats.scored_every or 1) > 1 else []),
         *losses(stats.last),
         *drafts(stats.spec),
     ]

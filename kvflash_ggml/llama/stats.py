@@ -80,6 +80,10 @@ class PoolStats:
     policy: str = _live(
         lambda text: text.policy, 'Name of the policy; "none needed" if the pool holds the whole context.'
     )
+    scored_every: int | None = _live(
+        lambda text: None if text.scoring is None else text.scoring.selection.interval,
+        "Tokens of an answer between two scorings of the chunks, at present; None if the policy does not score.",
+    )
     evicted_mass: float | None = _live(
         lambda text: text.events.evicted_mass,
         """Estimated share, 0 to 1, of the attention that text outside the pool would get; None if nothing tells.
@@ -247,7 +251,7 @@ class PoolStats:
             ("pool", f"{self.pool:,} tokens on the device, {_mib(self.device_bytes)}"),
             ("context", f"{self.n_ctx:,} tokens"),
             ("read", f"{self.length:,} tokens in {self.chunks:,} chunks, {self.resident:,} of them resident"),
-            ("policy", self.policy),
+            ("policy", f"{self.policy}{self._scored()}"),
             ("recalled", f"{self.page_ins:,} chunks, {_mib(self.bytes_in)}"),
             ("copied to the host", f"{self.page_outs:,} chunks, {_mib(self.bytes_out)}"),
             ("host memory", f"{_mib(self.host_bytes)} of page images, and {_mib(self.spilled_bytes)} spilled"),
@@ -269,7 +273,7 @@ class PoolStats:
             f"kvflash: pool {self.pool} of {self._contexts()} tokens ({self._size.why}{self._shares()}), "
             f"{self.device_bytes / 2**20:.1f} MiB on {self._where()}, up to {most / 2**20:.0f} MiB on the host"
             f"{' (page-locked)' if info.pinned else ''}, KV {types}, "
-            f"{self._reading()}{self._drafts()}, policy {self.policy}{self._index()}, "
+            f"{self._reading()}{self._drafts()}, policy {self.policy}{self._index()}{self._scored()}, "
             f"{info.n_layers} layers pooled{self._windows()}"
         )
 
@@ -319,6 +323,10 @@ class PoolStats:
         if not size:
             return ""
         return f" ({self._heads}{size / 2**20:.1f} MiB of index)"
+
+    def _scored(self) -> str:
+        every = self.scored_every
+        return "" if every is None else ", scored at every token" if every == 1 else f", scored every {every} tokens"
 
     @property
     def _heads(self) -> str:

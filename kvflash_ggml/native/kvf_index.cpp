@@ -9,6 +9,7 @@ namespace {
 
 constexpr ggml_type INDEX_TYPE = GGML_TYPE_Q4_0;
 constexpr int64_t   AT_ONCE    = 1 << 15;  // scores of one graph: they stay in the cache, and several chunks share its cost
+constexpr int64_t   A_THREAD   = 1 << 23;  // multiplications below which a thread costs more than it saves
 
 // Where the keys of one KV head lie in the record of a chunk, which is an index row or a page image. Sizes are in bytes.
 struct key_rows {
@@ -107,6 +108,20 @@ std::vector<column_group> group_columns(const std::vector<kvf_layer> & layers, c
     return res;
 }
 
+// The mass of one chunk for one query: without a graph, which takes longer to build than to compute for one query a head.
+float mass_of(const key_rows & k, const uint8_t * keys, const uint8_t * query, ggml_vec_dot_t dot) {
+    float scores[KVF_BLOCK];
+    for (int i = 0; i < KVF_BLOCK; ++i) {
+        dot(k.width, scores + i, 0, keys + i*k.stride, 0, query, 0, 1);
+    }
+    const float most = largest(scores);
+    float       sum  = 0.0f;
+    for (const float x : scores) {
+        sum += std::exp(k.scale*(x - most));
+    }
+    return k.scale*most + std::log(sum);
+}
+
 kvf_status score(const std::vector<kvf_layer> & layers, const std::vector<key_rows> & keys, int32_t n_heads,
                  const kvf_head * heads, int32_t n, const uint64_t * record, int32_t rows, const float * queries,
                  float * out, int32_t n_threads) {
@@ -115,7 +130,22 @@ kvf_status score(const std::vector<kvf_layer> & layers, const std::vector<key_ro
         return kvf_fail(KVF_STATUS_ARGUMENT, "the index lacks the KV head of a query head");
     }
     const int64_t per_chunk = (int64_t) n_heads*rows*KVF_BLOCK;
+    n_threads = std::clamp<int64_t>(n*per_chunk*groups.front().keys->width/A_THREAD, 1, n_threads);
     kvf_in_parallel(n, n_threads, [&](int64_t first, int64_t last) {
+        for (size_t i = 0; rows == 1 && i < groups.size(); ++i) {
+            const auto & g    = groups[i];
+            const auto   dot  = kvf_cpu_backend().type_traits(g.keys->type)->vec_dot;
+            const auto   size = g.queries.size()/g.count;
+            for (int64_t c = first; c < last; ++c) {
+                for (int64_t j = 0; j < g.count; ++j) {
+                    const auto * stored = (const uint8_t *) (uintptr_t) record[c] + g.keys->offset;
+                    out[(g.first + j)*n + c] = mass_of(*g.keys, stored, g.queries.data() + j*size, dot);
+                }
+            }
+        }
+        if (rows == 1) {
+            return;
+        }
         const auto   count = std::clamp<int64_t>(AT_ONCE/per_chunk, 1, last - first);
         kvf_products all(count*groups.size(), 2*count*per_chunk);
         std::vector<ggml_tensor *> stored, scores, shares;  // [chunk][group]

@@ -213,7 +213,7 @@ def resolve(config: KVFlashConfig, *, n_ctx: int, slot_bytes: int, lanes: Sequen
         why = f"{config.pool} asked for"
     if slots < config.minimum_pool:
         slots = config.minimum_pool
-        why = f"{why}, raised to the minimum of {config.sinks} sink + {config.tail} tail + 2 chunks"
+        why = f"{why}, raised to the minimum of {config.sinks} sink + {config.tail_of()} tail + 2 chunks"
     if slots >= ceiling:
         slots = ceiling
         why = f"{why}, which is the whole context"
@@ -267,7 +267,7 @@ def sequences(config: KVFlashConfig, slots: int, *, rows: int) -> int:
 
     Others than the one that is at work keep their least shares: at most half of the pool. rows: most rows of a step.
     """
-    least = (config.sinks + config.tail + 2) * CHUNK
+    least = (config.sinks + config.tail_of() + 2) * CHUNK
     return min(MOST_SEQUENCES, rows, 1 + slots // HALF // least)
 
 

@@ -7,6 +7,7 @@ best column decides; an average over layers would bury it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -38,8 +39,12 @@ def split(request: ScoreRequest, shapes: Sequence[KeyShape]) -> list[Floats]:
 
 def queries_of(heads: Pairs, request: ScoreRequest, shapes: Sequence[KeyShape]) -> Floats:
     """Return the queries of some heads, flat: per head [rows, head]."""
-    layers = split(request, shapes)
-    parts = [layers[layer][:, head].reshape(-1) for layer, head in heads.tolist()]
+    ends = list(accumulate((request.rows * s.n_head * s.head for s in shapes), initial=0))
+    parts = []
+    for layer, head in heads.tolist():  # not `split`: every token of an answer comes here, and most layers have no head
+        shape = shapes[layer]
+        rows = request.queries[ends[layer] : ends[layer + 1]].reshape(request.rows, shape.n_head, shape.head)
+        parts.append(rows[:, head].reshape(-1))
     return np.concatenate(parts) if parts else np.empty(0, np.float32)
 
 
@@ -167,7 +172,8 @@ def boost_successors(
 
 def _attends_to_end(keys: Keys, request: ScoreRequest, layer: int, head: int, row: int, chunk: int) -> bool:
     """Return whether most of the attention that a query pays to a chunk goes to its last keys."""
-    shape, queries = keys.shapes[layer], split(request, keys.shapes)[layer]
-    scores = shape.scale * (keys.read_head(chunk, layer, head // shape.group) @ queries[row, head])
+    shape = keys.shapes[layer]
+    queries = queries_of(as_heads([(layer, head)]), request, keys.shapes).reshape(request.rows, shape.head)
+    scores = shape.scale * (keys.read_head(chunk, layer, head // shape.group) @ queries[row])
     weights = np.exp(scores - scores.max())
     return bool(2 * weights[CHUNK - EDGE :].sum() > weights.sum())

@@ -38,6 +38,16 @@ MAX_MASSES = 2**20
 MAX_FETCHED = 2**24
 """Most values of one request, MIN_ROWS included: 64 MiB. The index is faster than fetching more."""
 
+ASKED = 0.1
+"""Share of a head's attention below which the query of one token does not ask for a chunk. Most tokens ask for none:
+their scores need no real keys, and must not exchange chunks.
+"""
+
+ASKED_SCORE = np.float32(np.log(ASKED))
+
+UNASKED = 0.02
+"""What is left of the differences between the scores of chunks that a token does not ask for. Their order stays."""
+
 EXACT_WORK = 64 * 2**20
 """Multiplications up to which every chunk is scored by its real keys, in about 3 ms on two cores."""
 
@@ -172,15 +182,18 @@ class QKScorer:
         free = others(n, request.protected)
         if known is not None:
             masses, best = self._complete(known, request), free
-        elif n * self._work * request.rows <= self._exact_work:
+        elif request.rows > 1 and n * self._work * request.rows <= self._exact_work:
             masses, best = self._keys.score_keys(range(n), request, self._heads), free
         else:
             masses = self._keys.score_index(self._units, self._whole(range(n)), self._heads, request)
             coarse = softmax_max(masses, ages)
-            best = free[np.argsort(-coarse[free], kind="stable")[: self.rescored(n)]]
+            asked = free if request.rows > 1 else free[coarse[free] > ASKED_SCORE]
+            best = asked[np.argsort(-coarse[asked], kind="stable")[: self.rescored(n)]]
             if len(best):
                 masses[:, best] = self._keys.score_keys(best.tolist(), request, self._heads)
         scores = softmax_max(masses, ages)
+        if request.rows == 1:
+            scores = np.where(scores < ASKED_SCORE, ASKED_SCORE + UNASKED * (scores - ASKED_SCORE), scores)
         if self._successors:
             boost_successors(self._keys, request, self._heads, masses, best.tolist(), scores, ages)
         self._shares.append((scores, attention_shares(masses)))

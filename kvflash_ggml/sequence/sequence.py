@@ -31,7 +31,6 @@ from .query_ring import QueryRing
 from .reading import POOL, AttentionSpan, Reading, ReadStats
 from .relevance import Relevance
 from .scoring import Scoring
-from .selection import TAU
 from .step import EVERY, NO_LOGITS, AfterStep, Follower, Logits, Output, Step, Unfinished
 
 if TYPE_CHECKING:
@@ -78,7 +77,8 @@ class Sequence:
         self.logits = NO_LOGITS
         self.store = HostStore(pool.heap)
         pool.join(self, seq)
-        self.table = PageTable(pool.shares[seq], self.store, sinks=config.sinks, tail=config.tail, bounded=self.bounded)
+        ends = {"sinks": config.sinks, "tail": config.tail_of(pool.share)}
+        self.table = PageTable(pool.shares[seq], self.store, **ends, bounded=self.bounded)
         self.span = AttentionSpan(pool, self.table, first=seq * pool.share // CHUNK, bounded=self.bounded)
         self.mask = pool.make_mask()
         self.queries = QueryRing(engine, seq, None if scorer is None else scorer.query_rows)
@@ -101,11 +101,11 @@ class Sequence:
     def _open_scoring(self, scorer: Scorer | None) -> Scoring | None:
         if not self.bounded or scorer is None:
             return None
-        tau = self.config.tau or (TAU if self.config.deterministic else None)
-        most, pool = -(-self.n_ctx // CHUNK), self.pool
+        most, pool, config = -(-self.n_ctx // CHUNK), self.pool, self.config
         return Scoring(
-            self.engine, self.store, scorer, self.queries, tau=tau, n_chunks=most, together=lambda: pool.decoding
-        )
+            self.engine, self.store, scorer, self.queries, tau=config.tau, n_chunks=most, steady=config.deterministic,
+            together=lambda: pool.decoding,
+        )  # fmt: skip
 
     # --- what it is
 

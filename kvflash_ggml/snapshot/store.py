@@ -48,7 +48,7 @@ class SnapshotStore:
         session, config = self._session, self._session.config
         return {
             "pool": session.pool.share, "n_ctx": session.n_ctx, "policy": session.policy, "tau": config.tau,
-            "sinks": config.sinks, "tail": config.tail, "reading": "exact" if session.reading.exact else "pool",
+            "sinks": config.sinks, "tail": config.tail_of(), "reading": "exact" if session.reading.exact else "pool",
             "repair": None,  # of a removed option: the names of prefixes are hashes of these settings
         }  # fmt: skip
 

@@ -888,7 +888,7 @@ def test_logits_that_are_not_there_are_not_sampled(pool: int | None, llama: Any,
 
 def test_cut_back_to_text_on_the_host(llama: Any, tokens: Any) -> None:
     """The tail before the cut is host-only: it is brought back before the next token is evaluated."""
-    llm = llama("f32", n_ctx=4096, kvflash=512)
+    llm = llama("f32", n_ctx=4096, kvflash=KVFlashConfig(pool=512, tail=4))
     llm.eval(tokens[:2000].tolist())
     assert not {7, 8, 9} & set(llm.kvflash.resident_chunks)
     llm.n_tokens = 9 * CHUNK + 30
@@ -898,7 +898,7 @@ def test_cut_back_to_text_on_the_host(llama: Any, tokens: Any) -> None:
     assert llm.kvflash.page_ins > page_ins
     assert {0, 5, 6, 7, 8, 9} <= set(llm.kvflash.resident_chunks)
 
-    fresh = llama("f32", n_ctx=4096, kvflash=512)
+    fresh = llama("f32", n_ctx=4096, kvflash=KVFlashConfig(pool=512, tail=4))
     straight = logits_along(fresh, tokens[:607], tokens[607:640])
     assert agreement(cut, straight) >= 0.95  # a few more chunks may be resident than in a fresh run
     assert same_pages(llm, fresh, chunks=3)

@@ -46,6 +46,14 @@ def assistant(text: str = REPLY) -> dict[str, str]:
 # --- what goes where
 
 
+@pytest.mark.parametrize(("every", "told"), [(None, False), (1, False), (8, True)])
+def test_scores_that_are_far_apart_are_told(cli: Stage, every: int | None, told: bool, monkeypatch: Any) -> None:
+    made = stats()
+    made.scored_every = every
+    monkeypatch.setattr("support.fake_llama.stats", lambda: made)
+    assert ("scored every 8 tokens" in cli("m.gguf", "hi", "--kvflash", "1024").stderr) == told
+
+
 def test_stdout_has_the_answer_and_nothing_else(cli: Stage) -> None:
     result = cli("m.gguf", "hello", "--kvflash", "1024")
     assert (result.exit_code, result.stdout) == (0, REPLY + "\n")

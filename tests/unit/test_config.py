@@ -35,7 +35,6 @@ WRONG = [
     ("sinks", True),
     ("sinks", 1.0),
     ("tail", 0),
-    ("tail", None),
     ("checkpoints", -1),
     ("checkpoints", 0.5),
     ("pins", ((5, 5),)),

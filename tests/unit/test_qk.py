@@ -12,6 +12,7 @@ from kvflash_ggml.policy import qk
 from kvflash_ggml.policy.base import KeyShape, Masses, ScoreRequest
 from kvflash_ggml.policy.heads import BLOCK, as_heads, deciding, every_head, log_shares, softmax_max, split, units_of
 from kvflash_ggml.policy.qk import QKScorer
+from kvflash_ggml.sequence.scoring import MARGIN
 
 SHAPES = [KeyShape(n_head=4, n_head_kv=2, head=8, scale=0.5), KeyShape(n_head=2, n_head_kv=2, head=4, scale=1.0)]
 
@@ -300,3 +301,36 @@ def test_few_masses_are_asked_of_a_long_text():
     assert len(scorer.masses_wanted(10**7, 32)[0]) == 0
     scorer.measures = False
     assert len(scorer.masses_wanted(1000, 32)[0]) == 0
+
+
+def test_most_tokens_ask_for_nothing(rng):
+    """The one query of a token that no chunk answers: no real keys are read, and the scores differ too little to move
+    pages. Their order stays.
+    """
+    chunks, queries = text(rng, 40), quiet(rng, 1)
+    keys = Keys(chunks)
+    scores = made(keys, 40).score(look(queries, 40))
+    assert keys.exact == []
+    assert np.ptp(scores) < MARGIN
+    several = [np.concatenate([q, q]) for q in queries]
+    order = made(Keys(chunks), 40, least=0, share=0, successors=False, age=0).score(look(several, 40))
+    assert np.argsort(scores).tolist() == np.argsort(order).tolist()
+
+
+def test_a_token_that_asks_is_heard(rng):
+    chunks, queries = text(rng, 40), quiet(rng, 1)
+    draw(queries, chunks, row=0, chunk=17, at=5)
+    keys = Keys(chunks, noise=0.01)
+    scores = made(keys, 40).score(look(queries, 40))
+    assert keys.exact == [[17]], "the real keys of what it asks for, and of nothing else"
+    assert scores.argmax() == 17
+    assert scores[17] > np.delete(scores, 17).max() + MARGIN
+
+
+def test_the_reasons_of_a_token_name_what_it_asks_for(rng):
+    chunks, queries = text(rng, 40), quiet(rng, 1)
+    draw(queries, chunks, row=0, chunk=17, at=CHUNK - 3)
+    scorer = made(Keys(chunks), 40)
+    scorer.explains = True
+    scores = scorer.score(look(queries, 40))
+    assert [(reason.chunk, reason.follows) for reason in scorer.reasons_of(scores)] == [(17, False), (18, True)]

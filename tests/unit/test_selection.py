@@ -14,8 +14,10 @@ from support.integrity import check_table
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import DecodeError, SnapshotError
 from kvflash_ggml.sequence.prefill import extend
-from kvflash_ggml.sequence.selection import MAX_TAU, TAU, Selection
+from kvflash_ggml.sequence.selection import MAX_TAU, TAU, Selection, steady_interval
 from kvflash_ggml.sequence.sequence import Sequence
+from kvflash_ggml.state.session import PolicyState
+from kvflash_ggml.state.session import done as ready
 
 PROMPT = 2048
 
@@ -144,6 +146,7 @@ def test_nothing_of_the_last_text_delays_the_next() -> None:
 
 def test_tau_follows_the_cost_of_scoring() -> None:
     clock = Selection(tau=None, share=0.02, delay=0)
+    assert clock.interval == 1
     for i in range(100):
         clock.on_tokens(1, waiting=False, now=0.01 * (i + 1))
     for _ in range(20):
@@ -151,12 +154,87 @@ def test_tau_follows_the_cost_of_scoring() -> None:
     assert clock.tau == MAX_TAU
     for _ in range(20):
         clock.adapt(0.0)
-    assert clock.tau == TAU
+    assert clock.interval == 1
     fixed = Selection(tau=128, share=0.02, delay=0)
     fixed.on_tokens(1, waiting=False, now=1)
     fixed.on_tokens(1, waiting=False, now=2)
     fixed.adapt(100.0)
     assert fixed.tau == 128
+
+
+@pytest.mark.parametrize(("seconds", "interval"), [(0.0002, 1), (0.0011, 2), (0.003, 4), (0.02, 32), (0.3, 512)])
+def test_scores_take_their_share_of_the_time_and_no_more(seconds: float, interval: int) -> None:
+    clock = Selection(tau=None, share=0.1, delay=0)
+    for i in range(100):
+        clock.on_tokens(1, waiting=False, now=0.01 * (i + 1))
+        clock.adapt(seconds)
+    assert clock.interval == interval
+
+
+def test_a_score_that_was_slow_once_changes_nothing() -> None:
+    clock = Selection(tau=None, share=0.1, delay=0)
+    for i in range(100):
+        clock.on_tokens(1, waiting=False, now=0.01 * (i + 1))
+        clock.adapt(1.0 if i % 3 == 0 else 0.0002)
+    assert clock.interval == 1
+
+
+def test_all_of_the_pool_moves_only_where_few_tokens_are_scored() -> None:
+    """Scores at every token move what is asked for at once. The rest of the pool would move for noise."""
+    clock = Selection(tau=None, share=0.1, delay=0)
+    for i in range(200):
+        clock.on_tokens(1, waiting=False, now=0.01 * (i + 1))
+    assert not clock.must_move
+    for _ in range(20):
+        clock.adapt(0.02)
+    assert clock.must_move
+    beside = Selection(tau=None, share=0.5, delay=16)
+    assert (beside.interval, beside.tau) == (16, TAU)
+    beside.on_tokens(TAU, waiting=False, now=1)
+    assert beside.must_move
+
+
+@pytest.mark.parametrize(("n_chunks", "interval"), [(1, 1), (128, 1), (129, 2), (2048, 16), (16384, 16)])
+def test_where_no_clock_may_decide_the_context_does(n_chunks: int, interval: int) -> None:
+    assert steady_interval(n_chunks) == interval
+    clock = Selection(tau=None, share=None, delay=0, interval=interval)
+    for i in range(20):
+        clock.on_tokens(1, waiting=False, now=0.01 * i)
+        clock.adapt(1.0)
+    clock.load(
+        PolicyState(name="", tau=128, since_score=0, since_reselect=0, due=0, pending=[], statistics=ready(None))
+    )
+    assert clock.interval == interval
+
+
+class Turning(Counted):
+    """Every eighth token of the answer asks for another chunk."""
+
+    fade = 0.02
+
+    def score(self, request: Any) -> Any:
+        scores = np.full(request.n_chunks, -2.3, np.float32)
+        scores[self.asked(len(request.tokens))] = -0.5
+        return scores
+
+    @staticmethod
+    def asked(length: int) -> int:
+        return 2 + length // 8 % 11 if length > PROMPT and length % 8 == 0 else 0
+
+
+@pytest.mark.parametrize("pool", [512, 1024])
+def test_what_a_token_asks_for_is_there_for_the_next(pool: int) -> None:
+    """An answer that turns to eleven places, with no prompt between them, and without a page that comes for nothing."""
+    config = KVFlashConfig(pool=pool, deterministic=True)
+    one = make_session(FakeEngine(pool, 128), config, n_ctx=8192, n_batch=128, n_ubatch=128, scorer=Turning())  # type: ignore[arg-type]
+    extend(one, np.arange(PROMPT, dtype=np.int32))
+    before = one.paging.page_ins
+    for token in range(176):
+        asked = Turning.asked(one.length)
+        extend(one, np.array([token], np.int32))
+        assert asked in one.table.resident_chunks
+    assert one.paging.page_ins - before <= 176 // 8
+    one.close()
 
 
 @pytest.mark.parametrize(("recurrent", "read"), [(False, [6]), (True, [6, 2])])

@@ -21,7 +21,7 @@ from kvflash_ggml.sequence.pool import Pool
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.reading import Reading
 from kvflash_ggml.sequence.scoring import DECODE_SHARE, WORKER_SHARE
-from kvflash_ggml.sequence.selection import SCORES_PER_TAU, TAU
+from kvflash_ggml.sequence.selection import NEWEST
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.sequence.step import LAST
 from kvflash_ggml.spec.decision import Fixed
@@ -124,8 +124,8 @@ class Scorer:
         return np.zeros(request.n_chunks, np.float32)
 
 
-@pytest.mark.parametrize(("count", "tau"), [(1, TAU), (4, 2 * TAU)])
-def test_texts_share_the_time_for_looks(count: int, tau: int) -> None:
+@pytest.mark.parametrize(("count", "factor"), [(1, 1), (4, 2)])
+def test_texts_share_the_time_for_looks(count: int, factor: int) -> None:
     """Of four sequences: half of that share is enough for a text that decodes alone, and too much for each of four."""
     made = FakeEngine(4 * SHARE, 512, n_seq=4)
     pool = Pool(made, n_ubatch=512)  # type: ignore[arg-type]
@@ -137,8 +137,10 @@ def test_texts_share_the_time_for_looks(count: int, tau: int) -> None:
     for now in range(1, 100):
         selection.on_tokens(1, waiting=False, now=float(now))  # a second a token
     whole = WORKER_SHARE if made.info.asynchronous else DECODE_SHARE
-    text.scoring.adapt(whole / 2 * TAU / SCORES_PER_TAU)
-    assert selection.tau == tau
+    before = selection.interval
+    for _ in range(NEWEST):
+        text.scoring.adapt(whole / 2 * before)
+    assert selection.interval == factor * before
     for text in texts:
         text.close()
 
