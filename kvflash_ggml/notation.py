@@ -1,9 +1,11 @@
-"""How people write sizes: on the command line, in variables, and as keywords."""
+"""How people write sizes and texts: on the command line, in variables, in requests and as keywords."""
 
 from __future__ import annotations
 
 import re
 from typing import Any, Literal
+
+from .errors import ConfigError, brief
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)((?:i?B)?)", re.IGNORECASE)
 _SHIFT = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
@@ -109,3 +111,11 @@ def prefix(text: str) -> str:
 def calibrate(text: str) -> bool | str:
     """On, off, or the file of a calibration."""
     return _SWITCH.get(text.strip().lower(), text)
+
+
+def stop_texts(value: Any) -> list[str]:
+    """Return the texts before which an answer ends. value: one text, several, or None. ConfigError for another."""
+    texts = [value] if isinstance(value, str) else value or []
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"stop={brief(repr(value))}: a text, or a list of texts")
+    return list(texts)

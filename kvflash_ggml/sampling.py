@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from . import settings
 from .constants import MAX_CONTEXT
-from .errors import ConfigError, brief
+from .errors import ConfigError
 from .settings import in_section
 
 ORDER = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
@@ -43,14 +42,6 @@ def read_breaker(text: str) -> str:
     written = text.replace("\\n", "\n").replace("\\t", "\t")
     check_breakers((written,))
     return written
-
-
-def stop_texts(value: Any) -> list[str]:
-    """Return the texts before which an answer ends. value: one text, several, or None. ConfigError for another."""
-    texts = [value] if isinstance(value, str) else value or []
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise ConfigError(f"stop={brief(repr(value))}: a text, or a list of texts")
-    return list(texts)
 
 
 def _check_order(names: list[str] | tuple[str, ...]) -> None:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite, brief
-from ..sampling import stop_texts
+from ..notation import stop_texts
 from . import llama
 from .messages import CONTEXT, INVALID, NUMERICAL, Event, Failed, Finished, Piece, Request, Sampling, Started, Usage
 from .scheduler import Limits, Scheduler

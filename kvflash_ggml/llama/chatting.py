@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 
 from ..errors import ConfigError
-from ..sampling import stop_texts
+from ..notation import stop_texts
 from .preview import refuse
 
 if TYPE_CHECKING:

@@ -30,10 +30,10 @@ from ..logs import Progress
 from ..native import engine as native
 from ..native import library, vocabulary
 from ..native import remote as servers
+from ..notation import stop_texts
 from ..placement import devices, memory, sizing
 from ..placement.sizing import PoolSize, with_steps
 from ..policy.base import Scorer
-from ..sampling import stop_texts
 from ..state.session import SessionState
 from . import embedding, parameters, vision
 from .bias import with_bias

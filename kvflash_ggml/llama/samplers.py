@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 from llama_cpp.llama_grammar import LlamaGrammar
 
-from ..chat.values import Grammar
 from ..errors import ConfigError
 from ..native import chat
 from .bias import without_end
 
 if TYPE_CHECKING:
+    from ..chat.values import Grammar
     from ..sampling import Samplers
 
 _MIROSTAT_M = 100
@@ -47,6 +47,8 @@ def chain_of(llm: Any, stock: Callable[..., Any], chain: Samplers | None, text: 
     """
     grammar = keywords.pop("grammar", None)
     if isinstance(grammar, LlamaGrammar):
+        from ..chat.values import Grammar  # here: most answers have none
+
         grammar = Grammar(text=grammar._grammar)
     held = () if grammar is None else (sampler_of(llm._model.vocab, grammar),)
     if chain is None:

@@ -52,14 +52,17 @@ class Chat:
         self.read: list[int] = []
         self.prompts: list[int] = []
 
-    async def ask(self, *parts: str, most: int = 4) -> tuple[str, list[Any]]:
-        """The answer to texts and images, and its logarithms of probabilities: on a GPU its first token."""
+    async def ask(self, *parts: str, most: int = 4, **more: Any) -> tuple[str, list[Any]]:
+        """The answer to texts and images, and its logarithms of probabilities: on a GPU its first token.
+
+        more: other fields of the request.
+        """
         content = [
             {"type": "image_url", "image_url": {"url": part}} if part.startswith("data:") else
             {"type": "text", "text": part} for part in parts
         ]  # fmt: skip
         self.messages.append({"role": "user", "content": content})
-        asked = {"messages": self.messages, "temperature": 0, "max_tokens": 1 if ON_GPU else most, **LOGPROBS}
+        asked = {"messages": self.messages, "temperature": 0, "max_tokens": 1 if ON_GPU else most, **LOGPROBS, **more}
         reply = await self.client.post("/v1/chat/completions", {**asked, "kvflash": self.ours})
         assert reply.status == 200, reply.message
         (choice,), usage = reply.json["choices"], reply.json["usage"]
@@ -208,7 +211,7 @@ def test_a_file_that_is_no_image_costs_one_request(projector: Path, encoded: lis
             content = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{bad}"}}]
             reply = await client.post("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
             assert (reply.status, "cannot be decoded" in reply.message) == (400, True)
-        return [first, await Chat(client).ask(RED, "Which?")]
+        return [first, await Chat(client).ask(RED, "Which?", cache_prompt=False)]
 
     first, again = serving(projector, work)
     assert_same(first, again)
@@ -266,7 +269,7 @@ def test_a_model_that_hears_nothing_says_what_to_load(merger: Path) -> None:
 def test_images_that_were_dropped_are_read_again(
     projector: Path, encoded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their tokens are known, their embeddings and pixels are not. No other request waits while one is decoded."""
+    """Their embeddings and pixels are not kept, nor is the text used. No other request waits while one is decoded."""
     monkeypatch.setattr("kvflash_ggml.media.rows.MediaRows.__init__.__defaults__", (1,))
     stock, threads = files.decode, []
 
@@ -279,7 +282,7 @@ def test_images_that_were_dropped_are_read_again(
     async def work(client: Client) -> list[Any]:
         first = await Chat(client).ask(RED, "Which?")
         await Chat(client).ask(BLUE, "Which?")
-        return [first, await Chat(client).ask(RED, "Which?")]
+        return [first, await Chat(client).ask(RED, "Which?", cache_prompt=False)]
 
     first, again = serving(projector, work)
     assert_same(first, again)
