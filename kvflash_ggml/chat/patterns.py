@@ -24,6 +24,9 @@ MOST_REPEATED = 1_000_000
 MOST_NESTED = 40
 """Groups within groups. The converter's limit is 100, and long repetitions take two."""
 
+MOST_COPIED = 4096
+"""Characters of a pattern and their copies: a count above `_STEP` writes what it repeats six times."""
+
 _STEP = 1000
 """Repetitions that one rule of a grammar writes out. llama.cpp's limit is 2,000."""
 
@@ -364,6 +367,13 @@ def limited(node: Node, least: int, most: int | None) -> Node | None:
     return None
 
 
+def _copied(node: Node) -> int:
+    """How many characters a pattern writes, a class as one."""
+    if isinstance(node, Repeat):
+        return _copied(node.part) * (6 if max(node.least, node.most or 0) > _STEP else 1)
+    return sum(map(_copied, node.parts)) if isinstance(node, Row | Choice) else 1
+
+
 def parsed(pattern: str) -> Node:
     """Return a pattern as a tree that stands for whole texts, without anchors. Unheld says why there is none."""
     if len(pattern) > MOST_CHARACTERS:
@@ -373,6 +383,8 @@ def parsed(pattern: str) -> Node:
         raise Unheld("an anchor stands in its middle")
     if lengths(node)[0] > MOST_REPEATED:
         raise Unheld(f"its texts have more than {MOST_REPEATED} characters")
+    if _copied(node) > MOST_COPIED:
+        raise Unheld(f"counts above {_STEP} are nested too deep")
     return node
 
 

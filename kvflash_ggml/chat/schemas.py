@@ -44,6 +44,9 @@ MAX_ITEMS = 500
 MAX_WORK = 1 << 24
 """Of the schemas of all tools: characters, about, that llama.cpp's converter copies. So many take it about a second."""
 
+_VALUE = 16
+"""Characters of `enum` and `const` that count as a part."""
+
 _RULE = 64
 """Characters of a rule beside its name, about."""
 
@@ -262,7 +265,8 @@ class _Rewriting:
         self.choices: list[tuple[str, list[dict[str, Any]]]] = []  # of `oneOf`
         self.others: dict[int, dict[str, Any]] = {}  # `oneOf` beside an `anyOf`, by the part that has both
         self.open: dict[int, dict[str, Any]] = {}  # rewritten objects that may have further properties, by identity
-        self.visited = self.depth = 0
+        self.trees: dict[str, patterns.Node | patterns.Unheld] = {}  # of its patterns
+        self.visited = self.depth = self.written = 0
         digest = hashlib.sha256(json.dumps([schema, call]).encode()).hexdigest()[:16]
         self.prefix = f"ref-{digest}"
 
@@ -279,14 +283,24 @@ class _Rewriting:
                 self.ignore(path, "oneOf", "whose alternatives may hold at once, which no grammar can tell")
         definitions = {part.name: part.found for part in self.named}
         whole = {**found, "$defs": definitions} if definitions else found
-        if self.size(whole) > MAX_WRITTEN:
+        self.written = 0
+        self.write(json.dumps(whole))
+        return whole
+
+    def look(self, count: int = 1) -> None:
+        """Count parts that are looked at. SchemaError for too many."""
+        self.visited += count
+        if self.visited > MAX_VISITED:
+            raise SchemaError(self.where, f"has more than {MAX_VISITED} parts once its references are followed")
+
+    def write(self, text: str) -> str:
+        """Count what is written. SchemaError for too much."""
+        self.written += len(text)
+        if self.written > MAX_WRITTEN:
             raise SchemaError(
                 self.where, f"asks for a grammar of more than {MAX_WRITTEN} characters: lower its counts, and names"
             )
-        return whole
-
-    def size(self, schema: Any) -> int:
-        return len(json.dumps(schema))
+        return text
 
     # --- what does not hold
 
@@ -305,6 +319,7 @@ class _Rewriting:
 
     def rewritten(self, conjuncts: Sequence[_Conjunct], path: str, *, root: bool = False) -> dict[str, Any]:
         """What the conjuncts come to together. _None if nothing fulfils them."""
+        self.look()
         flat = self.flat(conjuncts, path)
         key = frozenset((id(node), done & _CHOSEN) for node, done in flat)
         part = self.parts.get(key)
@@ -346,9 +361,7 @@ class _Rewriting:
         todo = sorted(conjuncts, key=lambda one: one[1])  # from the end, so that what is done counts as such
         while todo:
             node, done = todo.pop()
-            self.visited += 1
-            if self.visited > MAX_VISITED:
-                raise SchemaError(self.where, f"has more than {MAX_VISITED} parts once its references are followed")
+            self.look()
             if node is True or id(node) in out:
                 continue
             if node is False:
@@ -490,6 +503,7 @@ class _Rewriting:
                 given = node[key] if key == "enum" else [node[key]]
                 if not isinstance(given, list) or not given:
                     raise self.wrong(path, key, given, "a list of values, with one at least")
+                self.look(len(json.dumps(given)) // _VALUE)
                 keys = set(map(_key, given))
                 values = given if values is None else [value for value in values if _key(value) in keys]
         if values is None:
@@ -537,7 +551,7 @@ class _Rewriting:
                 return {"type": kind}
         if written is None:
             raise _None(f"{path[-_PATH:]} has a minimum above its maximum")
-        return {"type": kind, "pattern": f"^{written}$"}
+        return {"type": kind, "pattern": self.write(f"^{written}$")}
 
     def bound(
         self, nodes: Sequence[dict[str, Any]], path: str, inclusive: str, exclusive: str, sign: int
@@ -596,22 +610,27 @@ class _Rewriting:
 
     def quoted(self, tree: patterns.Node, path: str) -> dict[str, Any]:
         try:
-            return {"type": "string", "pattern": f"^{patterns.quoted(tree)}$"}
+            return {"type": "string", "pattern": self.write(f"^{patterns.quoted(tree)}$")}
         except patterns.Unheld as err:
             raise _None(f"{path[-_PATH:]} has a pattern that nothing fulfils: {err}") from None
 
     def pattern(self, pattern: str, path: str) -> patterns.Node | None:
         """A pattern, as far as a grammar can hold it. SchemaError for one that it cannot, but for tools."""
-        try:
-            return patterns.parsed(pattern)
-        except patterns.Unheld as err:
-            if not self.call:
-                raise SchemaError(
-                    self.where,
-                    f"has a pattern that a grammar cannot hold, {pattern[:_PATH]!r} at {path[-_PATH:]}: {err}",
-                ) from None
-            self.ignore(path, "pattern", f"{pattern[:_PATH]!r}: {err}")
-            return None
+        if pattern not in self.trees:
+            try:
+                self.trees[pattern] = patterns.parsed(pattern)
+            except patterns.Unheld as err:
+                self.trees[pattern] = err
+        tree = self.trees[pattern]
+        if not isinstance(tree, patterns.Unheld):
+            return tree
+        if not self.call:
+            raise SchemaError(
+                self.where,
+                f"has a pattern that a grammar cannot hold, {pattern[:_PATH]!r} at {path[-_PATH:]}: {tree}",
+            )
+        self.ignore(path, "pattern", f"{pattern[:_PATH]!r}: {tree}")
+        return None
 
     def format(self, name: str, path: str) -> patterns.Node | None:
         """A format, as a pattern. To JSON schemas it is a remark, so that a strict one may have any."""

@@ -63,6 +63,7 @@ def test_characters_beyond_ascii_are_allowed_where_every_validator_allows_them(t
         (")", "closes nothing"), ("[a", "ends too early"), ("\\", "ends too early"), ("[]a]", "class is empty"),
         (r"^[^\s\S]$", "has no character"), ("(" * 41 + ")" * 41, "nested more than 40"),
         ("a" * 513, "512 is the most"), ("^(a{1000000}){1000000}$", "more than 1000000 characters"),
+        ("(" * 20 + "a{0,5001}" + "){0,5001}" * 20, "nested too deep"),
         (r"\u12", "too few digits"), (r"\ud800", "names no character"),
     ],
 )  # fmt: skip

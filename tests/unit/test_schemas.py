@@ -308,6 +308,25 @@ def test_a_small_schema_does_not_become_a_large_one() -> None:
         held({"allOf": [{"$ref": "#/$defs/a"}] * 800, "$defs": {"a": properties}}, "here")
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"pattern": r"\S" * 250},
+        {"enum": list(range(2000))},
+        {"const": "a" * 20_000},
+        {"required": [str(i) for i in range(2000)]},
+        {"prefixItems": [{}] * 400},
+        {"minItems": 400},
+        {"type": "number", "exclusiveMinimum": 0.1234567},
+    ],
+)
+def test_what_stands_beside_many_alternatives_counts_each_time(part: dict[str, Any]) -> None:
+    limits = (("minLength", 0), ("maxLength", 100_000), ("minimum", -100), ("maximum", 100_000))
+    choices = [{"anyOf": [{key: base + i} for i in range(90)]} for key, base in limits]
+    with pytest.raises(SchemaError, match=r"once its references are followed|grammar of more than"):
+        held({"allOf": [part, *choices]}, "here")
+
+
 def test_a_long_chain_of_references() -> None:
     chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1000)}
     assert only({"$ref": "#/$defs/d0", "$defs": {**chain, "d1000": {"type": "null"}}}) == {"type": "null"}
