@@ -81,7 +81,7 @@ def prompts_of(tokens: Tokens, count: int) -> list[list[int]]:
 
 
 def same(mine: Sequence[int], its: Drawn) -> bool:
-    """The other batch shape rounds otherwise: a near tie may go the other way, late in an answer, on a GPU sooner."""
+    """The other batch shape rounds otherwise: what follows a near tie may be another text."""
     ties = (place for place, gap in enumerate(its.gaps) if gap < TIE.here)
     end = min(MOST // 2, next(ties, MOST))
     return list(mine[:end]) == list(its.tokens[:end])

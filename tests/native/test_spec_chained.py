@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import MODELS
-from support.rounding import TIE
+from support.rounding import DRAFT_TIE
 
 from kvflash_ggml.arrays import Floats, Int32s
 from kvflash_ggml.sequence.prefill import LEFT_OVER, QUESTION_TOKENS, extend
@@ -105,7 +105,7 @@ def assert_same(found: Draft, wanted: Draft) -> None:
     assert wanted.logp is not None
     for mine, its, *logp in zip(found.tokens, wanted.tokens, found.logp, wanted.logp, strict=True):
         if mine != its:
-            assert abs(logp[0] - logp[1]) < TIE.here, (found.tokens, wanted.tokens)
+            assert abs(logp[0] - logp[1]) < DRAFT_TIE.here, (found.tokens, wanted.tokens)
             return
 
 
