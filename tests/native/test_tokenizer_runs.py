@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,8 +16,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.archs import missing_sources
+from support.checkpoints import rewritten
 from support.serving import serve
 from support.splitters import Splitter, build, pre_tokenizers
+
+from kvflash_ggml.gguf.reader import Field
 
 pytestmark = pytest.mark.skipif(bool(missing_sources()), reason="there are no sources of llama.cpp")
 
@@ -24,6 +28,7 @@ RUNS = ["A", " ", "=", "\n", "1", "\u4e00", "\u0301", "\U0001f600", "\t", "\r\n"
 MORE = ["aA", "a ", "1a", " \n", "0.", "\u00e9", "\u3000", "Ab'll", "'s", "\u0915\u093e", "\u0663"]
 TAILS = ["", "x", "1", "\n"]
 MARK = b"<|im_start|>"
+NAMES = "tokenizer.ggml.tokens"
 
 CHILD = """
 import json, sys, threading
@@ -84,6 +89,26 @@ def test_many_marks(models: dict[str, Path], loaded: None) -> None:
             parts = [tokenize(part) if part else [] for part in (before, between, after)]
             wanted = [*parts[0], *[mark, *parts[1]] * 199_999, mark, *parts[2]]
             assert (found[:9], len(found), found == wanted) == (wanted[:9], len(wanted), True)
+
+
+def test_many_spelled_characters(models: dict[str, Path], loaded: None, tmp_path: Path) -> None:
+    """Characters that SentencePiece spells in bytes took the square of their number in time: minutes for a million."""
+    from kvflash_ggml import Llama
+
+    def change(fields: dict[str, Field]) -> None:
+        names = [*fields[NAMES].value[:-256], *(f"<0x{byte:02X}>" for byte in range(256))]
+        texts = [name.encode() for name in names]
+        raw = struct.pack("<IQ", 8, len(texts)) + b"".join(struct.pack("<Q", len(text)) + text for text in texts)
+        fields[NAMES] = Field(NAMES, 9, raw)
+        fields["tokenizer.ggml.model"] = Field.of("tokenizer.ggml.model", "llama")
+
+    path = rewritten(models["dense"], tmp_path / "spelled.gguf", change)
+    with closing(Llama(str(path), vocab_only=True, verbose=False)) as llm:
+        first = llm.n_vocab() - 256
+        for text in ("\r", "\u00a0", "\u3000"):
+            found = llm.tokenize(text.encode() * 1_000_000, add_bos=False)
+            wanted = [first + byte for byte in text.encode()] * 1_000_000
+            assert (found[-9:], found[-len(wanted) :] == wanted) == (wanted[-9:], True), ascii(text)
 
 
 def test_a_server_answers_a_long_run(models: dict[str, Path]) -> None:
