@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.archs import missing_sources
 from support.checkpoints import rewritten
+from support.partitions import CONTROL, LSTRIP, RSTRIP, UNKNOWN, USER_DEFINED, Partitioner
+from support.partitions import build as build_partitions
 from support.serving import serve
 from support.splitters import Splitter, build, pre_tokenizers
 
@@ -109,6 +111,83 @@ def test_many_spelled_characters(models: dict[str, Path], loaded: None, tmp_path
             found = llm.tokenize(text.encode() * 1_000_000, add_bos=False)
             wanted = [first + byte for byte in text.encode()] * 1_000_000
             assert (found[-9:], found[-len(wanted) :] == wanted) == (wanted[-9:], True), ascii(text)
+
+
+@pytest.fixture(scope="module")
+def partitioner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Partitioner]:
+    with closing(Partitioner(build_partitions(tmp_path_factory.mktemp("marks")))) as found:
+        yield found
+
+
+KINDS = st.sampled_from([USER_DEFINED, USER_DEFINED, CONTROL, UNKNOWN, CONTROL | USER_DEFINED])
+STRIPS = st.sampled_from([0, 0, LSTRIP, RSTRIP, LSTRIP | RSTRIP])
+LETTERS = st.sampled_from(["a", "ab", "a< ", "ab \n", "<|> \t", "\u00e9a "])
+
+
+@st.composite
+def marked(draw: st.DrawFn, marks: list[tuple[int, bytes]]) -> bytes:
+    """A text of marks, beginnings and ends of marks, spaces, and letters."""
+    one = st.sampled_from([mark for _, mark in marks])
+    cut = st.integers(0, 12)
+    plain = st.text("ab<|> \n\u00e9", max_size=5).map(str.encode)
+    parts = st.one_of(
+        one,
+        st.builds(lambda mark, end: mark[:end], one, cut),
+        st.builds(lambda mark, start: mark[start:], one, cut),
+        st.builds(lambda mark, times: mark * times, one, cut),
+        plain,
+    )
+    return b"".join(draw(st.lists(parts, min_size=1, max_size=20))) or b" "
+
+
+@st.composite
+def vocabularies(draw: st.DrawFn) -> list[tuple[int, bytes]]:
+    """Attributes and texts of marks that overlap, hold each other, and occur twice."""
+    letters = draw(LETTERS)
+    texts = st.text(letters, min_size=1, max_size=8).map(str.encode)
+    return draw(st.lists(st.tuples(st.builds(int.__or__, KINDS, STRIPS), texts), min_size=1, max_size=24))
+
+
+@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_marks_are_those_of_upstream(partitioner: Partitioner, data: st.DataObject) -> None:
+    """Each mark takes its places before a shorter one, in what longer ones have left."""
+    marks = data.draw(vocabularies())
+    theirs, ours = partitioner.divide(data.draw(marked(marks)), marks, special=data.draw(st.booleans()))
+    assert ours == theirs
+
+
+@cache
+def real_marks(model: Path) -> list[tuple[int, bytes]]:
+    """The special tokens of a model's vocabulary."""
+    import llama_cpp
+
+    from kvflash_ggml import Llama
+
+    with closing(Llama(str(model), vocab_only=True, verbose=False)) as llm:
+        vocab = llama_cpp.llama_model_get_vocab(llm.model)
+        tokens = range(llama_cpp.llama_vocab_n_tokens(vocab))
+        found = [(llama_cpp.llama_vocab_get_attr(vocab, i), llama_cpp.llama_vocab_get_text(vocab, i)) for i in tokens]
+    return [(kind, mark) for kind, mark in found if kind & (USER_DEFINED | CONTROL | UNKNOWN)]
+
+
+GEMMA = [
+    *((CONTROL, mark) for mark in (b"<pad>", b"<eos>", b"<bos>", b"<start_of_turn>", b"<end_of_turn>")),
+    (UNKNOWN, b"<unk>"),
+    *((USER_DEFINED, b"<unused%d>" % i) for i in range(6242)),
+    *((USER_DEFINED, b"\n" * i) for i in range(1, 32)),
+    *((USER_DEFINED, "\u2581".encode() * i) for i in range(2, 32)),
+    *((USER_DEFINED, mark) for mark in (b"<table>", b"<tr>", b"<th>", b"</th>", b"[multimodal]", b"[toxicity=0]")),
+]
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_marks_of_vocabularies(partitioner: Partitioner, models: dict[str, Path], data: st.DataObject) -> None:
+    """Those of a model, and as many as Gemma 3 has."""
+    for marks in (real_marks(models["dense"]), GEMMA):
+        theirs, ours = partitioner.divide(data.draw(marked(marks)), marks, special=data.draw(st.booleans()))
+        assert ours == theirs
 
 
 def test_a_server_answers_a_long_run(models: dict[str, Path]) -> None:
