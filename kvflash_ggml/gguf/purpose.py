@@ -143,9 +143,10 @@ def _wrong_rope(file: GGUF) -> Wrong:
         plain = file.architecture in _SECTIONS_OR_NONE
         if not whole or sum(each[:4]) > head or not (plain or any(each[:3])):
             yield f"{own}rope.dimension_sections", sections, f"whole numbers from 0, with a sum from 1 to {head}"
-    turned = file.own("rope.dimension_count")
+    turned, latent = file.own("rope.dimension_count"), file.own("attention.key_length_mla") is not None
     for one in turned if isinstance(turned, list) else [0 if turned is None else turned]:
-        if type(one) is int and (one % 2 or one > head or (one == 0 and sections is not None and turned is not None)):
+        none = one == 0 and turned is not None and sections is not None and not latent
+        if type(one) is int and (one % 2 or one > head or none):
             yield f"{own}rope.dimension_count", one, f"an even number up to {head}, the size of a head"
         if file.architecture in _WHOLE_HEADS and type(turned) is int and one != head < _MOST_COUNT:
             yield f"{own}rope.dimension_count", one, f"{head}, the size of a head"

@@ -283,14 +283,14 @@ class _Run:
     def __init__(self, path: Path, *, pool: int | None, exact: bool = False) -> None:
         import numpy as np
 
-        from kvflash_ggml import Llama
+        from kvflash_ggml import KVFlashConfig, Llama
 
-        seen: dict[str, Any] = {}
-        if pool is not None:
-            seen = {"kvflash_reading": "exact", "kvflash_answer": "exact"} if exact else {"kvflash_reading": "pool"}
+        seen = {"reading": "exact", "answer": "exact"} if exact else {"reading": "pool"}
+        # with four of the eight chunks the newest, one of those that were read at first has to go
+        config = None if pool is None else KVFlashConfig(pool=pool, tail=4, **seen)
         self.llm = Llama(
             str(path), n_ctx=N_CTX, n_batch=N_BATCH, n_ubatch=N_UBATCH, n_threads=1, n_threads_batch=1,
-            n_gpu_layers=0, flash_attn=True, swa_full=False, logits_all=True, verbose=True, kvflash=pool, **seen,
+            n_gpu_layers=0, flash_attn=True, swa_full=False, logits_all=True, verbose=True, kvflash=config,
         )  # fmt: skip
         rng = np.random.default_rng(7)
         self.tokens = rng.integers(0, min(128, self.llm.n_vocab()), PROMPT + STEPS).tolist()
