@@ -195,7 +195,7 @@ def _assistant(target: Path) -> Path:
         (_wide, "fc.weight"),
         (_deep, r"eagle3.block_count is 2; wanted: 1"),
         (_narrow, r"eagle3.attention.value_length is 8; wanted: 16"),
-        (_no_number, "RMS norm epsilon is nan"),
+        (_no_number, "layer_norm_rms_epsilon is nan"),
         (_behind, r"target layers is \[1, 2, 9\]"),
         (_endless, "layer_norm_rms_epsilon is -1.0; wanted: 0 or more"),
         (_assistant, "gemma4-assistant; wanted: a drafter with a memory of its own"),
