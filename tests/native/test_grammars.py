@@ -139,6 +139,12 @@ def test_what_has_too_many_ways(models: dict[str, Path]) -> None:
     assert accepted(models["dense"], taken, tokens=24) == [True] * len(taken)
 
 
+@pytest.mark.parametrize("text", ["root ::= (((.?){100}){10})", "root ::= ((.?){30} (.?){30})*"])
+def test_what_is_accepted_takes_bounded_work(models: dict[str, Path], text: str) -> None:
+    """A thousand ways lead to a thousand others at each character. Without a bound one token takes minutes."""
+    assert accepted(models["dense"], [text], tokens=8) == [True]
+
+
 def test_many_words(models: dict[str, Path]) -> None:
     """A list of words is no ambiguity: the last one can be said too."""
     words = " | ".join([f'"b{i}"' for i in range(20_000)] + ['"a"'])
