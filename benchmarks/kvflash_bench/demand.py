@@ -185,7 +185,8 @@ def _books(
     counted = {
         "clients": _sum(list(outcomes.usage.values())),
         "their_lines": _sum(mine),
-        "log": _sum([(line["prompt"], line["generated"]) for line in since]),
+        # a client that left before its prompt began has it in the log, and not in the metrics
+        "log": _sum([(line["prompt"] * (line["ttft_ms"] > line["queue_ms"]), line["generated"]) for line in since]),
         "metrics": tuple(
             int(after[name] - before[name]) for name in ("prompt_tokens_total", "generation_tokens_total")
         ),

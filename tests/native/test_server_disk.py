@@ -39,7 +39,7 @@ def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 def asked(which: int, turns: int) -> dict[str, Any]:
-    words = WORDS[which * 4000 :][: 300 + 60 * turns]
+    words = WORDS[which * 4000 + 500 :][: 300 + 60 * turns]
     return {"prompt": " ".join(words), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 

@@ -331,7 +331,7 @@ def test_an_address_that_is_taken(served: Served, models: dict[str, Path]) -> No
 
 
 def test_its_end_and_the_next_start(models: dict[str, Path], tmp_path: Path) -> None:
-    options = (*OPTIONS, "--session-dir", str(tmp_path))
+    options = (*OPTIONS, "-np", "1", "--session-dir", str(tmp_path))
     with serve(models["hybrid"], *options) as server:
         for seed in (1, 2):
             server.post("/v1/completions", completion(seed))

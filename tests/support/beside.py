@@ -24,7 +24,8 @@ PROMPT = 1200
 
 
 def make(bare: Make, count: int, **settings: Any) -> Bare:
-    run = bare(pool=count * SHARE, n_ctx=N_CTX, n_seq_max=count, query_rows=32 * count, policy="qk", tau=16, **settings)
+    usual = {"policy": "qk", "tau": 16}
+    run = bare(pool=count * SHARE, n_ctx=N_CTX, n_seq_max=count, query_rows=32 * count, **(usual | settings))
     assert run.session.bounded
     return run
 
