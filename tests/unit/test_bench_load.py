@@ -40,9 +40,10 @@ class Fake:
                 return Reply(429, {"error": {"code": "queue_full"}}, 9.0)
             finish = {200: "length", 504: DEADLINE}[end]
             made = data["max_tokens"] if end == 200 else 0
-            prompt = len(data["prompt"]) if end == 200 else 0
+            prompt, queued = len(data["prompt"]), 1.0  # in the log also where nothing was read
             self._finished[finish] += 1
-            self.log[f"id-{number}"] = {"prompt": prompt, "generated": made, "finish": finish}
+            times = {"queue_ms": queued, "ttft_ms": 2 * queued if end == 200 else queued}
+            self.log[f"id-{number}"] = {"prompt": prompt, "generated": made, "finish": finish, **times}
             if end == 504:
                 return Reply(504, {"error": {"code": DEADLINE}}, 0.0)
         return Reply(200, {"id": f"id-{number}", "usage": {"prompt_tokens": prompt, "completion_tokens": made}}, 0.0)
@@ -56,7 +57,7 @@ class Fake:
         return {
             **dict.fromkeys(("conversations_lost_total", "device_bytes", "host_bytes", "parked_bytes"), 0.0),
             **dict.fromkeys(("num_requests_running", "num_requests_waiting", "num_requests_put_aside"), 0.0),
-            "prompt_tokens_total": float(sum(line["prompt"] for line in lines)),
+            "prompt_tokens_total": float(sum(line["prompt"] for line in lines if line["ttft_ms"] > line["queue_ms"])),
             "generation_tokens_total": float(sum(line["generated"] for line in lines)),
             **{f'request_success_total{{finished_reason="{name}"}}': n for name, n in self._finished.items()},
         }
