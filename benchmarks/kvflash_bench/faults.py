@@ -8,22 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvflash_ggml.arrays import Floats
 from kvflash_ggml.constants import CHUNK
-from kvflash_ggml.llama.llama import Llama
 from kvflash_ggml.policy.base import ScoreRequest
 from kvflash_ggml.policy.heads import log_shares
 from kvflash_ggml.policy.qk import QKScorer
 
-from . import recall, report
+from . import report
 from .opening import opened
 from .outcomes import Outcome, Plan
 from .plans_texts import Faults
 from .tasks import SPREAD, compose
+
+if TYPE_CHECKING:
+    from kvflash_ggml.llama.llama import Llama
 
 POOL = 512
 """Slots of the pool beside which the answers are written. They see the whole text whatever its size."""
@@ -81,6 +83,8 @@ def run(model: str, plan: Faults, options: dict[str, Any]) -> None:
 
 def written(model: str, plan: Faults, context: int, options: dict[str, Any]) -> Iterator[Answer]:
     """Answers to the questions of the plan, and plain text, each with its shares."""
+    from . import recall  # here: it needs the library, and what is counted above needs none
+
     recorder = Recorder()
     fields = {"policy": recorder, "answer": "exact", "tau": 1}
     n_ctx = context + recall.TAIL_ROOM
