@@ -296,7 +296,7 @@ class Scheduler:
                 job = self.behind.take()
                 if job is not None:
                     self._start(job)
-                else:  # a slow reader's time, and a store that is left alone for a while, end without a word
+                else:  # no event says that a slow reader's time is up, or that a store may be tried again
                     self._wake.wait(LOOK_S if self._aside or self.shared is not None else None)
         self._end()
 
