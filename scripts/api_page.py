@@ -26,7 +26,7 @@ from kvflash_ggml.batching.engine import Completion  # noqa: E402
 from kvflash_ggml.batching.messages import Finished, Piece, Usage  # noqa: E402
 from kvflash_ggml.llama.stats import DeviceStats, ReadStats, Reason  # noqa: E402
 from kvflash_ggml.placement.sizes import Placement  # noqa: E402
-from kvflash_ggml.spec.loop import SpecStats  # noqa: E402
+from kvflash_ggml.speculation.loop import SpecStats  # noqa: E402
 from kvflash_ggml.trace.recorder import Moment, Trace  # noqa: E402
 
 HEAD = """\

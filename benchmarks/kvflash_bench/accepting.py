@@ -22,8 +22,8 @@ from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.constants import POOL_STEP, round_up
 from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.sequence.selection import TAU
-from kvflash_ggml.spec.draft import Draft, DraftStats
-from kvflash_ggml.spec.tree import rows as arranged
+from kvflash_ggml.speculation.draft import Draft, DraftStats
+from kvflash_ggml.speculation.tree import rows as arranged
 
 from . import report
 from .greedy import generate

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from kvflash_ggml.llama.llama import Llama
     from kvflash_ggml.llama.reader import Reader
     from kvflash_ggml.sequence.sequence import Sequence
-    from kvflash_ggml.spec.draft import Draft
-    from kvflash_ggml.spec.loop import Speculator
+    from kvflash_ggml.speculation.draft import Draft
+    from kvflash_ggml.speculation.loop import Speculator
 
 
 def session_of(llm: Llama) -> Sequence | None:

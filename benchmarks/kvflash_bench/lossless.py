@@ -19,10 +19,10 @@ from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.llama.pool_drafter import Draw, PoolDrafter
 from kvflash_ggml.llama.speculating import HOPES, SERIAL
 from kvflash_ggml.sequence.step import EVERY
-from kvflash_ggml.spec.decision import WIDTHS, Controller, Controls, Fixed
-from kvflash_ggml.spec.draft import Draft
-from kvflash_ggml.spec.guarded import GuardedDrafter
-from kvflash_ggml.spec.loop import Speculator
+from kvflash_ggml.speculation.decision import WIDTHS, Controller, Controls, Fixed
+from kvflash_ggml.speculation.draft import Draft
+from kvflash_ggml.speculation.guarded import GuardedDrafter
+from kvflash_ggml.speculation.loop import Speculator
 
 from . import report
 from .greedy import compute_for, generate, random_prompt

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvflash_ggml.arrays import Floats, Int32s
-from kvflash_ggml.spec.base import Features
-from kvflash_ggml.spec.draft import Draft, chain
+from kvflash_ggml.speculation.base import Features
+from kvflash_ggml.speculation.draft import Draft, chain
 
 
 class Oracle:

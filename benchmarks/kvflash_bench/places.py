@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvflash_ggml.spec.draft import Draft, DraftStats
+from kvflash_ggml.speculation.draft import Draft, DraftStats
 
 from .outcomes import Arm
 

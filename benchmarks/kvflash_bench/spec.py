@@ -14,9 +14,9 @@ import numpy as np
 
 from kvflash_ggml.arrays import Int32s, common_prefix
 from kvflash_ggml.config import SpecConfig
-from kvflash_ggml.spec.decision import Fixed
-from kvflash_ggml.spec.draft import Draft
-from kvflash_ggml.spec.loop import Speculator
+from kvflash_ggml.speculation.decision import Fixed
+from kvflash_ggml.speculation.draft import Draft
+from kvflash_ggml.speculation.loop import Speculator
 
 from . import lossless, report
 from .greedy import compute_for, generate, random_prompt

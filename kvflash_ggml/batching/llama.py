@@ -25,8 +25,8 @@ from ..native import vocabulary
 from ..native.library import build_info
 from ..sequence import together
 from ..sequence.sequence import Sequence as Text
-from ..spec.draft import DraftStats
-from ..spec.loop import ANOTHER
+from ..speculation.draft import DraftStats
+from ..speculation.loop import ANOTHER
 from ..state.session import SessionState
 from ..store.swapped import SwappedText
 from ..store.texts import usable

@@ -22,7 +22,7 @@ from ..gguf import types
 from ..gguf import verify as checks
 from ..native import library
 from ..settings import setting
-from ..spec import acceptance
+from ..speculation import acceptance
 from .child import run_child
 from .main import Verbs
 from .model import plain_errors
@@ -76,7 +76,7 @@ def measure(drafts: dict[str, Path], *, target: Path, measuring: MeasureOptions,
 
 
 def _ask(request: dict[str, Any]) -> list[dict[str, Any]]:
-    child = run_child(json.dumps(request), timeout=_SECONDS, module="kvflash_ggml.spec.acceptance")
+    child = run_child(json.dumps(request), timeout=_SECONDS, module="kvflash_ggml.speculation.acceptance")
     if child.failure:
         raise ConversionError(
             Path(request["target"]).name, "acceptance", found=child.failure, wanted="a measurement",

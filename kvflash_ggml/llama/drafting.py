@@ -13,12 +13,12 @@ from ..config import MTP, NGRAM, KVFlashConfig, SpecConfig
 from ..drafter.model import COMPUTE_BYTES
 from ..native.engine import plane_bytes
 from ..placement.sizing import address
-from ..spec.draft import DraftStats
+from ..speculation.draft import DraftStats
 
 if TYPE_CHECKING:
-    from ..spec.base import Drafter, FeatureRows
-    from ..spec.find import Found
-    from ..spec.loop import Speculator
+    from ..speculation.base import Drafter, FeatureRows
+    from ..speculation.find import Found
+    from ..speculation.loop import Speculator
 
 ROWS = 32
 """Rows of a step that verifies drafts, at most."""
@@ -96,7 +96,7 @@ def search(model: Path, config: KVFlashConfig) -> tuple[Found, ...]:
     spec = config.spec
     if spec is None:
         return ()
-    from ..spec.find import find  # here: it imports every drafter, and most models draft nothing
+    from ..speculation.find import find  # here: it imports every drafter, and most models draft nothing
 
     return tuple(find(model, spec.types, spec.draft))
 

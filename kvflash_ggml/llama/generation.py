@@ -13,13 +13,13 @@ from ..errors import KVFlashError, SnapshotError
 from ..sequence import prefill, together
 from ..sequence.sequence import Sequence
 from ..sequence.step import EVERY, LAST, Step
-from ..spec.draft import ROOT, Draft, chain
-from ..spec.tree import Rows
-from ..spec.tree import rows as arranged
+from ..speculation.draft import ROOT, Draft, chain
+from ..speculation.tree import Rows
+from ..speculation.tree import rows as arranged
 from .reader import Reader
 
 if TYPE_CHECKING:
-    from ..spec.loop import Speculator
+    from ..speculation.loop import Speculator
 
 
 @dataclass(slots=True)

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from ..chat.values import Grammar
     from ..placement.sizes import Placement
     from ..sampling import Samplers
-    from ..spec.find import Found
+    from ..speculation.find import Found
     from .keywords import Keywords
 
 logger = logging.getLogger("kvflash_ggml")

@@ -34,7 +34,7 @@ from .reading import open_sequence
 from .saving import Saver
 
 if TYPE_CHECKING:
-    from ..spec.loop import Speculator
+    from ..speculation.loop import Speculator
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -146,7 +146,7 @@ def open_beside(llm: Any, seq: int) -> Any:
     _open_text(made, open_sequence(made, config, first.pool, made._scorer, seq=seq, reading=first.reading))
     speculator = speculator_of(made, made._reader, config, llm._drafting, llm._reader.speculator)
     if speculator is not None:
-        from ..spec.loop import ANOTHER
+        from ..speculation.loop import ANOTHER
 
         speculator.lend(ANOTHER)
     made._reader.speculator = made._reader.sequence.follower = speculator

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from ..arrays import Floats, Int32s
 from ..errors import KVFlashError
 from ..sequence.self_draft import SelfDraft
-from ..spec.base import Features
-from ..spec.decision import PROMPT
-from ..spec.draft import Draft, chain
-from ..spec.loop import Speculator
+from ..speculation.base import Features
+from ..speculation.decision import PROMPT
+from ..speculation.draft import Draft, chain
+from ..speculation.loop import Speculator
 
 if TYPE_CHECKING:
     from .reader import Reader

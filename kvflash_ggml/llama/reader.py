@@ -23,7 +23,7 @@ from ..state.session import SessionState
 from .hints import SlowPrompt
 
 if TYPE_CHECKING:
-    from ..spec.loop import Speculator
+    from ..speculation.loop import Speculator
     from ..store.prefixes import Prefixes
 
 logger = logging.getLogger("kvflash_ggml")

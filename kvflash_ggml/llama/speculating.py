@@ -16,14 +16,14 @@ from ..config import DFLASH, EAGLE3, MTP, NGRAM, SIMPLE, KVFlashConfig, SpecConf
 from ..errors import ConfigError, ConversionError, HostMemoryError, UnsupportedError
 from ..native.engine import Engine
 from ..placement.sizing import address
-from ..spec.base import Callback, Drafter, FeatureRows, Target
-from ..spec.chained import Eagle3, Mtp, Small
-from ..spec.decision import WIDTHS, Controller, Controls, Fixed
-from ..spec.dflash import DFlash
-from ..spec.find import Found
-from ..spec.guarded import GuardedDrafter
-from ..spec.loop import Speculator
-from ..spec.ngram import NGram
+from ..speculation.base import Callback, Drafter, FeatureRows, Target
+from ..speculation.chained import Eagle3, Mtp, Small
+from ..speculation.decision import WIDTHS, Controller, Controls, Fixed
+from ..speculation.dflash import DFlash
+from ..speculation.find import Found
+from ..speculation.guarded import GuardedDrafter
+from ..speculation.loop import Speculator
+from ..speculation.ngram import NGram
 from .drafting import Drafting
 from .pool_drafter import PoolDrafter
 

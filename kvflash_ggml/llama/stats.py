@@ -17,7 +17,7 @@ from ..sequence.sequence import Sequence
 from ..trace.events import Observer
 
 if TYPE_CHECKING:
-    from ..spec.loop import SpecStats, Speculator
+    from ..speculation.loop import SpecStats, Speculator
     from ..trace.recorder import Summary, Trace
 
 
@@ -167,7 +167,7 @@ class PoolStats:
         """What drafts have won; None without speculative decoding."""
         if self._speculator is None:
             return None
-        from ..spec.loop import SpecStats  # here, as below: it is not loaded before it is asked for
+        from ..speculation.loop import SpecStats  # here, as below: it is not loaded before it is asked for
 
         return SpecStats(self._speculator)
 

@@ -20,10 +20,10 @@ from support.rounding import ON_GPU
 
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.errors import DecodeError, HostMemoryError
-from kvflash_ggml.spec.base import Features
-from kvflash_ggml.spec.decision import Fixed
-from kvflash_ggml.spec.draft import Draft, chain
-from kvflash_ggml.spec.loop import Speculator
+from kvflash_ggml.speculation.base import Features
+from kvflash_ggml.speculation.decision import Fixed
+from kvflash_ggml.speculation.draft import Draft, chain
+from kvflash_ggml.speculation.loop import Speculator
 
 STRICT = {"n_ctx": 1024, "n_batch": 256, "n_ubatch": 1, "kvflash": 1024}
 WIDTH = 6
@@ -287,7 +287,7 @@ def test_a_drafter_whose_context_has_no_room(
     target, draft = (tmp_path / name for name in ("model.gguf", "model-dflash.gguf"))
     target.symlink_to(models["dense"])
     draft.symlink_to(MODELS / "recall-dflash.gguf")
-    monkeypatch.setattr("kvflash_ggml.spec.context.llama_cpp", NoRoom())
+    monkeypatch.setattr("kvflash_ggml.speculation.context.llama_cpp", NoRoom())
     settings: Any = {"n_ctx": 512, "kvflash": 512, "n_threads": 1, "verbose": False, "kvflash_calibrate": False}
     if named:
         with pytest.raises(HostMemoryError, match="a smaller window"):
@@ -303,9 +303,9 @@ def test_a_drafter_whose_context_has_no_room(
 # --- Ctrl-C
 
 LOOP = (
-    "llama/generation.py", "llama/pool_drafter.py", "llama/reader.py", "llama/llama.py", "spec/loop.py", "spec/base.py",
-    "spec/draft.py", "spec/ngram.py", "spec/decision.py", "spec/costs.py",
-    "sequence/sequence.py", "llama/call_lock.py",
+    "llama/generation.py", "llama/pool_drafter.py", "llama/reader.py", "llama/llama.py", "speculation/loop.py",
+    "speculation/base.py", "speculation/draft.py", "speculation/ngram.py", "speculation/decision.py",
+    "speculation/costs.py", "sequence/sequence.py", "llama/call_lock.py",
 )  # fmt: skip
 
 

@@ -30,8 +30,8 @@ from kvflash_ggml.convert.describe import describe
 from kvflash_ggml.errors import ConversionError
 from kvflash_ggml.gguf import heads, reader, types, verify
 from kvflash_ggml.gguf.target import KEYS, LAST_INPUT, LAYER_INPUTS
-from kvflash_ggml.spec import acceptance
-from kvflash_ggml.spec.acceptance import TargetModel
+from kvflash_ggml.speculation import acceptance
+from kvflash_ggml.speculation.acceptance import TargetModel
 
 TARGET, DRAFT = MODELS / "recall-qwen3-q8_0.gguf", MODELS / "recall-dflash.gguf"
 
@@ -100,7 +100,7 @@ def exact(loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_block_is_what_the_numbers_say(tmp_path: Path, exact: None) -> None:
-    from kvflash_ggml.spec.dflash import DFlash
+    from kvflash_ggml.speculation.dflash import DFlash
 
     folder = tmp_path / "drafter"
     folder.mkdir()

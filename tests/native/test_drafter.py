@@ -206,7 +206,7 @@ def test_pieces_spell_the_text(target: Any, other_tokens: Path) -> None:
 
 
 def test_a_vocabulary_without_tokens_is_nobodys(loaded: None, tmp_path: Path) -> None:
-    from kvflash_ggml.spec.context import DraftModel
+    from kvflash_ggml.speculation.context import DraftModel
 
     def change(fields: dict[str, Field]) -> None:
         for name in [name for name in fields if name.startswith("tokenizer.")]:

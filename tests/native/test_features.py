@@ -35,7 +35,7 @@ def read(one: Any, tokens: Int32s, *, layers: tuple[int, ...] = LAYERS, nextn: b
 
 def test_of_a_prompt_they_are_those_of_a_stock_context(bare: Any, tokens: Any, model: Any) -> None:
     """All rows of a step, though only its last token has logits. A pool of the whole context computes the same bits."""
-    from kvflash_ggml.spec.acceptance import TargetModel
+    from kvflash_ggml.speculation.acceptance import TargetModel
 
     text = tokens[:700]
     found = read(bare(pool=1024, n_ctx=1024, n_ubatch=512), text)

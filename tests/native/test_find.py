@@ -24,7 +24,7 @@ def _library(loaded: None) -> None:
 
 
 def find(model: Path, *types: str, draft: Path | None = None) -> list[tuple[str, str | None]]:
-    from kvflash_ggml.spec.find import find
+    from kvflash_ggml.speculation.find import find
 
     return [(it.type, None if it.file is None else it.file.name) for it in find(model, types, draft)]
 

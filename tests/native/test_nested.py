@@ -187,7 +187,7 @@ def test_an_interrupt_leaves_nothing_of_a_sketch(nested: Any, prompt: list[int])
     files = (
         "llama/pool_drafter.py",
         "sequence/self_draft.py",
-        "spec/loop.py",
+        "speculation/loop.py",
         "sequence/sequence.py",
         "sequence/step.py",
         "sequence/pool.py",

@@ -15,11 +15,11 @@ import pytest
 from kvflash_ggml.llama import pool_drafter as pool_sketch
 from kvflash_ggml.llama.pool_drafter import Draw, PoolDrafter
 from kvflash_ggml.llama.speculating import HOPES, SERIAL
-from kvflash_ggml.spec.base import Features
-from kvflash_ggml.spec.decision import WIDTHS, Controller
-from kvflash_ggml.spec.draft import Draft, chain
-from kvflash_ggml.spec.guarded import GuardedDrafter
-from kvflash_ggml.spec.loop import Speculator
+from kvflash_ggml.speculation.base import Features
+from kvflash_ggml.speculation.decision import WIDTHS, Controller
+from kvflash_ggml.speculation.draft import Draft, chain
+from kvflash_ggml.speculation.guarded import GuardedDrafter
+from kvflash_ggml.speculation.loop import Speculator
 
 ROWS = [1, 4, 8, 16, 32]
 POOL = [0.0132, 0.019, 0.026, 0.031, 0.036]

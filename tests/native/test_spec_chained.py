@@ -16,7 +16,7 @@ from support.rounding import DRAFT_TIE
 
 from kvflash_ggml.arrays import Floats, Int32s
 from kvflash_ggml.sequence.prefill import LEFT_OVER, QUESTION_TOKENS, extend
-from kvflash_ggml.spec.draft import Draft
+from kvflash_ggml.speculation.draft import Draft
 
 FILES = {"mtp": MODELS / "mtp-recall-qwen35-q8_0.gguf", "eagle3": MODELS / "recall-eagle3-q8_0.gguf", "headed": None}
 TARGETS = {"mtp": "hybrid", "eagle3": "dense", "headed": "headed"}
@@ -38,8 +38,8 @@ class Told:
 @pytest.fixture
 def beside(bare: Any, model: Any) -> Iterator[Callable[..., tuple[Any, Any]]]:
     """Makes a target of the kind's, and a function that makes drafters of it."""
-    from kvflash_ggml.spec.base import Target
-    from kvflash_ggml.spec.chained import Eagle3, Mtp
+    from kvflash_ggml.speculation.base import Target
+    from kvflash_ggml.speculation.chained import Eagle3, Mtp
 
     with ExitStack() as stack:
 

@@ -282,7 +282,7 @@ def test_a_sample_of_ones_own_is_asked_for_each_token(on: str, pair: Any) -> Non
 def test_an_automatic_pool_leaves_room_for_what_drafts(models: Any) -> None:
     from kvflash_ggml.drafter.model import COMPUTE_BYTES
     from kvflash_ggml.llama.drafting import device_bytes
-    from kvflash_ggml.spec.find import EAGLE3, MTP, NGRAM, Found
+    from kvflash_ggml.speculation.find import EAGLE3, MTP, NGRAM, Found
 
     file = models["eagle3"]
     assert device_bytes([Found(NGRAM)]) == 0

@@ -19,8 +19,8 @@ SMALL = MODELS / "scorer-qwen3-q8_0.gguf"
 @pytest.fixture
 def context(loaded: None) -> Iterator[Callable[..., Any]]:
     """Makes the context of a small model that reads the text by itself."""
-    from kvflash_ggml.spec.base import Target
-    from kvflash_ggml.spec.context import DraftContext, DraftModel
+    from kvflash_ggml.speculation.base import Target
+    from kvflash_ggml.speculation.context import DraftContext, DraftModel
 
     target = Target(path=SMALL, model=0, context=0, n_embd=256, n_vocab=4096, n_ctx=8192)
     with ExitStack() as stack:

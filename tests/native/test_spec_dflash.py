@@ -28,7 +28,7 @@ def known() -> Iterator[tuple[Any, list[Any]]]:
     from kvflash_ggml.native import library
 
     library.load()
-    from kvflash_ggml.spec import acceptance
+    from kvflash_ggml.speculation import acceptance
 
     with ExitStack() as stack:
         target = acceptance.TargetModel(TARGET, (2, 4, 5), stack)
@@ -37,8 +37,8 @@ def known() -> Iterator[tuple[Any, list[Any]]]:
 
 @pytest.fixture
 def dflash(known: tuple[Any, list[Any]]) -> Iterator[Callable[..., Any]]:
-    from kvflash_ggml.spec.base import Target
-    from kvflash_ggml.spec.dflash import DFlash
+    from kvflash_ggml.speculation.base import Target
+    from kvflash_ggml.speculation.dflash import DFlash
 
     model = known[0]
     target = Target(
@@ -97,8 +97,8 @@ def test_it_accepts_what_another_program_does(dflash: Any, known: Any) -> None:
 
 
 def test_the_child_that_measures(known: Any) -> None:
-    from kvflash_ggml.spec import acceptance
-    from kvflash_ggml.spec.dflash import DFlash
+    from kvflash_ggml.speculation import acceptance
+    from kvflash_ggml.speculation.dflash import DFlash
 
     target, texts = known
     drafter = DFlash(DRAFT, target.facts)
@@ -184,7 +184,7 @@ def test_it_sees_a_window(dflash: Any, known: Any, tokens: Any) -> None:
 
 
 def test_a_draft_is_as_long_as_asked(dflash: Any, known: Any) -> None:
-    from kvflash_ggml.spec.draft import checked
+    from kvflash_ggml.speculation.draft import checked
 
     text = known[1][1]
     drafter = dflash()
@@ -282,8 +282,8 @@ def test_closed_twice(dflash: Any) -> None:
 
 def test_beside_a_pool(bare: Any, known: Any, model: Any) -> None:
     """The target's context and its rows are those of a pool: the same drafts, as the text fits."""
-    from kvflash_ggml.spec.base import Target
-    from kvflash_ggml.spec.dflash import DFlash
+    from kvflash_ggml.speculation.base import Target
+    from kvflash_ggml.speculation.dflash import DFlash
 
     text = known[1][0]
     ids = np.array(text.tokens, np.int32)

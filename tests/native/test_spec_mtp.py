@@ -22,8 +22,8 @@ def mtp(stock: Any, model: Callable[[str], Path]) -> Callable[..., Any]:
     """Opens heads beside a target that was loaded without its own."""
 
     def make(path: Path | None, kind: str = "hybrid") -> Any:
-        from kvflash_ggml.spec.base import Target
-        from kvflash_ggml.spec.chained import Mtp
+        from kvflash_ggml.speculation.base import Target
+        from kvflash_ggml.speculation.chained import Mtp
 
         llm = stock(kind)
         target = Target(

@@ -17,8 +17,8 @@ from kvflash_ggml.arrays import Int32s
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.step import EVERY
-from kvflash_ggml.spec.draft import Draft, chain
-from kvflash_ggml.spec.tree import rows as arranged
+from kvflash_ggml.speculation.draft import Draft, chain
+from kvflash_ggml.speculation.tree import rows as arranged
 
 GREEDY = {"temp": 0.0}
 WIDTH = 8

@@ -22,8 +22,8 @@ SMALL = MODELS / "scorer-qwen3-q8_0.gguf"
 def small(stock: Any) -> Iterator[Callable[..., Any]]:
     import ctypes
 
-    from kvflash_ggml.spec.base import Target
-    from kvflash_ggml.spec.chained import Small
+    from kvflash_ggml.speculation.base import Target
+    from kvflash_ggml.speculation.chained import Small
 
     llm = stock("dense")
     target = Target(

@@ -12,8 +12,8 @@ from support.harness import CHUNK, KV_TYPES, Bare, Logits, read_block, same_bits
 
 from kvflash_ggml.pool.masks import leaving, moving, places
 from kvflash_ggml.sequence.prefill import extend
-from kvflash_ggml.spec.draft import Draft
-from kvflash_ggml.spec.tree import Rows, rows
+from kvflash_ggml.speculation.draft import Draft
+from kvflash_ggml.speculation.tree import Rows, rows
 
 Make = Callable[..., Bare]
 ORDER = [5, 2, 7, 0, 6, 1, 3, 4]

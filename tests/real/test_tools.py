@@ -29,6 +29,9 @@ SCHEMAS: dict[str, Any] = {
         "additionalProperties": False,
     },
 }
+MOST = 160
+"""Tokens of an answer: each of the twelve characters of `code` may be written as an escape of six."""
+
 SYSTEM, QUESTION = "You are a coding assistant.", "Write an example."
 
 
@@ -50,14 +53,14 @@ def asked(interface: str, choice: str, *names: str) -> dict[str, Any]:
     if interface == "messages":
         tools: list[Any] = [{"name": name, "input_schema": SCHEMAS[name]} for name in names]
         more: dict[str, Any] = {"system": SYSTEM, "messages": [{"role": "user", "content": QUESTION}]}
-        return {**more, "max_tokens": 60, "tools": tools, "tool_choice": {"type": choice.replace("required", "any")}}
+        return {**more, "max_tokens": MOST, "tools": tools, "tool_choice": {"type": choice.replace("required", "any")}}
     tools = [{"type": "function", "name": name, "parameters": SCHEMAS[name]} for name in names]
     if interface == "responses":
-        more = {"instructions": SYSTEM, "input": QUESTION, "max_output_tokens": 60}
+        more = {"instructions": SYSTEM, "input": QUESTION, "max_output_tokens": MOST}
         return {**more, "tools": tools, "tool_choice": choice}
     tools = [{"type": "function", "function": {"name": name, "parameters": SCHEMAS[name]}} for name in names]
     more = {"messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]}
-    return {**more, "max_tokens": 60, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+    return {**more, "max_tokens": MOST, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
 
 
 def calls(interface: str, body: Any) -> list[tuple[str, Any]]:

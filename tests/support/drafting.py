@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from kvflash_ggml.spec.base import Features
-from kvflash_ggml.spec.decision import Fixed
-from kvflash_ggml.spec.draft import Draft
-from kvflash_ggml.spec.loop import Speculator
+from kvflash_ggml.speculation.base import Features
+from kvflash_ggml.speculation.decision import Fixed
+from kvflash_ggml.speculation.draft import Draft
+from kvflash_ggml.speculation.loop import Speculator
 from support.harness import drawn
 from support.inside import inside
 

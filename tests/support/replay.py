@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvflash_ggml.spec.base import Features
-from kvflash_ggml.spec.decision import Fixed
-from kvflash_ggml.spec.draft import Draft
-from kvflash_ggml.spec.loop import Speculator
+from kvflash_ggml.speculation.base import Features
+from kvflash_ggml.speculation.decision import Fixed
+from kvflash_ggml.speculation.draft import Draft
+from kvflash_ggml.speculation.loop import Speculator
 from support.inside import inside
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvflash_ggml.spec.costs import HOPE, Acceptance, expected
-from kvflash_ggml.spec.draft import Draft, chain
+from kvflash_ggml.speculation.costs import HOPE, Acceptance, expected
+from kvflash_ggml.speculation.draft import Draft, chain
 
 
 def test_nothing_known_is_hoped_for() -> None:

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from kvflash_bench import main
 from kvflash_bench.outcomes import Arm
 from kvflash_bench.places import Pair, Walk, points, summary, total
-from kvflash_ggml.spec.draft import DraftStats, chain
+from kvflash_ggml.speculation.draft import DraftStats, chain
 
 ARM = Arm(policy="qk:exact", context=4096, pool=512, note="small")
 

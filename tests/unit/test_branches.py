@@ -11,8 +11,8 @@ from support.on_host import OnHost, save
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.pool.masks import leaving, moving, places
 from kvflash_ggml.pool.page_table import BlockAllocator, PageTable
-from kvflash_ggml.spec.draft import Draft
-from kvflash_ggml.spec.tree import Rows, rows
+from kvflash_ggml.speculation.draft import Draft
+from kvflash_ggml.speculation.tree import Rows, rows
 
 BLOCKS = 12
 Device = dict[int, str]

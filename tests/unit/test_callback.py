@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvflash_ggml.errors import DraftError
-from kvflash_ggml.spec.base import Callback, Drafter
-from kvflash_ggml.spec.draft import Draft, checked
+from kvflash_ggml.speculation.base import Callback, Drafter
+from kvflash_ggml.speculation.draft import Draft, checked
 
 TEXT = np.arange(10, 20, dtype=np.int32)
 

@@ -8,9 +8,9 @@ import pytest
 from kvflash_ggml.convert.quantize import chosen
 from kvflash_ggml.gguf import types
 from kvflash_ggml.gguf.reader import Tensor
-from kvflash_ggml.spec import acceptance
-from kvflash_ggml.spec.acceptance import Continued
-from kvflash_ggml.spec.draft import Draft, chain
+from kvflash_ggml.speculation import acceptance
+from kvflash_ggml.speculation.acceptance import Continued
+from kvflash_ggml.speculation.draft import Draft, chain
 
 
 @pytest.mark.parametrize(

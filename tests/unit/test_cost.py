@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from kvflash_ggml.spec.costs import CREDIT, EARNED, EPS, StepTimes
-from kvflash_ggml.spec.decision import CLIMB, HOLD, WIDTHS, Controller, Controls, Fixed
-from kvflash_ggml.spec.draft import Draft, chain
+from kvflash_ggml.speculation.costs import CREDIT, EARNED, EPS, StepTimes
+from kvflash_ggml.speculation.decision import CLIMB, HOLD, WIDTHS, Controller, Controls, Fixed
+from kvflash_ggml.speculation.draft import Draft, chain
 
 Device = Callable[[int], float]
 """Seconds of a step by its rows; a plain one takes 1."""

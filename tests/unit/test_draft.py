@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflash_ggml.errors import DraftError
-from kvflash_ggml.spec.draft import ROOT, Draft, chain, checked
+from kvflash_ggml.speculation.draft import ROOT, Draft, chain, checked
 
 N_VOCAB = 100
 

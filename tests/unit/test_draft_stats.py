@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvflash_ggml.spec.draft import Draft, DraftStats, chain
+from kvflash_ggml.speculation.draft import Draft, DraftStats, chain
 
 
 def test_nothing_is_known_of_nothing() -> None:

@@ -20,7 +20,7 @@ FLOORS = [
     {"__init__"},
     {"batching"},
     {"llama"},
-    {"spec"},
+    {"speculation"},
     {"convert"},
     {"calibration", "store", "drafter"},
     {"snapshot"},

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from kvflash_ggml.errors import DecodeError, DraftError, NotFinite
-from kvflash_ggml.spec import guarded
-from kvflash_ggml.spec.base import Features
-from kvflash_ggml.spec.decision import Controller, Controls, Fixed
-from kvflash_ggml.spec.draft import Draft, chain
-from kvflash_ggml.spec.guarded import AGAIN, IDLE_STEPS, MAX_BAD, WARM, GuardedDrafter
-from kvflash_ggml.spec.loop import SpecStats, Speculator
+from kvflash_ggml.speculation import guarded
+from kvflash_ggml.speculation.base import Features
+from kvflash_ggml.speculation.decision import Controller, Controls, Fixed
+from kvflash_ggml.speculation.draft import Draft, chain
+from kvflash_ggml.speculation.guarded import AGAIN, IDLE_STEPS, MAX_BAD, WARM, GuardedDrafter
+from kvflash_ggml.speculation.loop import SpecStats, Speculator
 
 N_VOCAB, END = 100, 99
 ROOT = 5

@@ -10,10 +10,10 @@ import pytest
 from kvflash_ggml.cli.report import drafts as closing
 from kvflash_ggml.cli.report import spec_counters
 from kvflash_ggml.errors import DecodeError
-from kvflash_ggml.spec.base import Features
-from kvflash_ggml.spec.decision import Controller, Fixed
-from kvflash_ggml.spec.draft import Draft, chain
-from kvflash_ggml.spec.loop import SpecStats, Speculator
+from kvflash_ggml.speculation.base import Features
+from kvflash_ggml.speculation.decision import Controller, Fixed
+from kvflash_ggml.speculation.draft import Draft, chain
+from kvflash_ggml.speculation.loop import SpecStats, Speculator
 
 
 def ids(*values: int) -> Any:

@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from support.interrupter import Interrupter
 
 from kvflash_ggml.arrays import Int32s
-from kvflash_ggml.spec import ngram
-from kvflash_ggml.spec.base import Drafter
-from kvflash_ggml.spec.ngram import CANDIDATES, ORDERS, REACH, Chains, NGram, hashes_of
+from kvflash_ggml.speculation import ngram
+from kvflash_ggml.speculation.base import Drafter
+from kvflash_ggml.speculation.ngram import CANDIDATES, ORDERS, REACH, Chains, NGram, hashes_of
 
 ROOM = 1000
 
@@ -237,7 +237,7 @@ def test_an_interrupt_at_any_line_leaves_it_right() -> None:
             drafter.truncate(600)
             drafter.propose(1, ROOM)
 
-        Interrupter(line, ("spec/ngram.py",)).run(work, partial(drafter.propose, 1, ROOM))
+        Interrupter(line, ("speculation/ngram.py",)).run(work, partial(drafter.propose, 1, ROOM))
         text[440:] = rng.integers(0, 3, 260).tolist()
         drafter.observe(440, ids(*text[440:]), None)
         assert proposal(drafter, 1) == following([*text, 1], ROOM), f"line {line}"

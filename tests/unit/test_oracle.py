@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvflash_bench.oracle import Oracle, rates_of
-from kvflash_ggml.spec.base import Drafter
+from kvflash_ggml.speculation.base import Drafter
 
 N_VOCAB = 50
 TEXT = np.random.default_rng(0).integers(0, N_VOCAB, 5000).astype(np.int32)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvflash_ggml.spec.model_drafter import PendingTokens
+from kvflash_ggml.speculation.model_drafter import PendingTokens
 
 MAX_PENDING = 7
 

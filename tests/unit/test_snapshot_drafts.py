@@ -21,7 +21,7 @@ from kvflash_ggml.errors import DecodeError, SnapshotError
 from kvflash_ggml.sequence import restore
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.sequence import Sequence
-from kvflash_ggml.spec.base import Features
+from kvflash_ggml.speculation.base import Features
 from kvflash_ggml.state.session import Bytes, Origin, SavedDraft, SessionState
 
 LENGTH = 300
@@ -244,14 +244,14 @@ class Written:
 
 
 def speculator(*drafters: Any) -> Any:
-    from kvflash_ggml.spec.decision import Fixed
-    from kvflash_ggml.spec.loop import Speculator
+    from kvflash_ggml.speculation.decision import Fixed
+    from kvflash_ggml.speculation.loop import Speculator
 
     return Speculator(drafters, Fixed(4), n_vocab=1000, ends=())
 
 
 def test_each_adopts_its_own(caplog: pytest.LogCaptureFixture) -> None:
-    from kvflash_ggml.spec.ngram import NGram
+    from kvflash_ggml.speculation.ngram import NGram
 
     eagle, mtp, tokens = Knows("eagle3"), Knows("mtp"), text(LENGTH + 10)
     one = speculator(NGram(), mtp, eagle)

@@ -13,7 +13,7 @@ from support.fake_llama import Stage, staged
 from kvflash_ggml.cli.report import spec_counters
 from kvflash_ggml.config import SPEC_WINDOW, SpecConfig
 from kvflash_ggml.errors import ConfigError
-from kvflash_ggml.spec.draft import DraftStats
+from kvflash_ggml.speculation.draft import DraftStats
 
 
 @pytest.fixture

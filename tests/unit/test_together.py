@@ -24,10 +24,10 @@ from kvflash_ggml.sequence.scoring import DECODE_SHARE, WORKER_SHARE
 from kvflash_ggml.sequence.selection import NEWEST
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.sequence.step import LAST
-from kvflash_ggml.spec.decision import Fixed
-from kvflash_ggml.spec.draft import chain
-from kvflash_ggml.spec.loop import Speculator
-from kvflash_ggml.spec.tree import rows as arranged
+from kvflash_ggml.speculation.decision import Fixed
+from kvflash_ggml.speculation.draft import chain
+from kvflash_ggml.speculation.loop import Speculator
+from kvflash_ggml.speculation.tree import rows as arranged
 
 SHARE = 8 * CHUNK
 N_CTX = 40 * CHUNK

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflash_ggml.spec.costs import expected
-from kvflash_ggml.spec.draft import ROOT, Draft, chain, checked
-from kvflash_ggml.spec.tree import SIBLINGS, from_lattice, from_positions, main_chain, rows
+from kvflash_ggml.speculation.costs import expected
+from kvflash_ggml.speculation.draft import ROOT, Draft, chain, checked
+from kvflash_ggml.speculation.tree import SIBLINGS, from_lattice, from_positions, main_chain, rows
 
 Path = tuple[int, ...]
 
