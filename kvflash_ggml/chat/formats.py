@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigError
-from . import schemas
+from .rewriting import held
 
 
 def grammar_of(schema: Any, *, strict: bool = False, where: str = "response_format") -> tuple[str, tuple[str, ...]]:
@@ -17,7 +17,7 @@ def grammar_of(schema: Any, *, strict: bool = False, where: str = "response_form
     """
     from ..native import chat as native  # here: the server's front is imported without the library
 
-    found = schemas.held(schema, where, strict=strict)
+    found = held(schema, where, strict=strict)
     return native.schema_grammar(found.schema), found.ignored
 
 

@@ -136,6 +136,10 @@ _SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 0x22: '"', 0x5C: "\\"}
 """Characters that JSON escapes, by their escapes."""
 
 ANY = Repeat(Chars(ALL), 0, None)
+"""Any text."""
+
+_COUNT = re.compile(r"\{(?=,?\d)(\d*)(,?)(\d*)\}")
+"""A quantifier with numbers."""
 
 
 class _Parser:
@@ -158,6 +162,11 @@ class _Parser:
     def take(self, text: str) -> bool:
         found = self.peek(text)
         self.at += len(text) * found
+        return found
+
+    def match(self, pattern: str | re.Pattern[str]) -> re.Match[str] | None:
+        found = re.compile(pattern).match(self.text, self.at)
+        self.at = found.end() if found else self.at
         return found
 
     def next(self) -> str:
@@ -192,7 +201,7 @@ class _Parser:
             return Chars(self.members())
         if char == "\\":
             return Chars(self.escape())
-        if char == "{" and re.match(r"(\d+,?\d*|,\d+)\}", self.text[self.at :]):
+        if _COUNT.match(self.text, self.at - 1):
             raise Unheld("'{' has nothing to repeat")
         return Chars(((ord(char), ord(char)),))
 
@@ -204,10 +213,7 @@ class _Parser:
             for sign, name in (("=", "ahead"), ("!", "ahead"), ("<=", "behind"), ("<!", "behind")):
                 if self.peek(sign):
                     raise Unheld(f"a grammar cannot look {name}, as '(?{sign}' asks")
-            named = re.compile(r"P?<[A-Za-z_][A-Za-z0-9_]*>").match(self.text, self.at)
-            if named:
-                self.at = named.end()
-            elif not self.take(":"):
+            if not self.match(r"P?<[A-Za-z_][A-Za-z0-9_]*>") and not self.take(":"):
                 raise Unheld(f"'(?{self.text[self.at : self.at + 1]}' is not supported: write a plain group")
         node = self.choice()
         if not self.take(")"):
@@ -217,9 +223,7 @@ class _Parser:
 
     def quantified(self, node: Node) -> Node:
         while self.at < len(self.text):
-            counted = re.compile(r"\{(\d*)(,?)(\d*)\}").match(self.text, self.at)
-            if counted and (counted[1] or counted[3]):
-                self.at = counted.end()
+            if counted := self.match(_COUNT):
                 least = int(counted[1][:12] or 0)
                 most = least if not counted[2] else int(counted[3][:12]) if counted[3] else None
             elif self.peek("*") or self.peek("+") or self.peek("?"):
@@ -278,7 +282,7 @@ class _Parser:
             raise Unheld(f"'\\{char}' looks at two characters, which a grammar cannot do")
         if char in _CONTROL:
             return ((_CONTROL[char], _CONTROL[char]),)
-        if char == "0" and not re.match(r"\d", self.text[self.at :]):
+        if char == "0" and self.match(r"(?!\d)"):
             return ((0, 0),)
         if char in "xu":
             code = self.code(2 if char == "x" else 4)
@@ -294,11 +298,10 @@ class _Parser:
         return ((ord(char), ord(char)),)
 
     def code(self, digits: int) -> int:
-        braced = digits == 4 and re.compile(r"\{([0-9a-fA-F]{1,6})\}").match(self.text, self.at)
-        found = braced or re.compile(f"([0-9a-fA-F]{{{digits}}})").match(self.text, self.at)
+        braced = self.match(r"\{([0-9a-fA-F]{1,6})\}") if digits == 4 else None
+        found = braced or self.match(f"([0-9a-fA-F]{{{digits}}})")
         if not found:
             raise Unheld("an escape of a code point has too few digits")
-        self.at = found.end()
         return int(found[1], 16)
 
 
@@ -391,11 +394,6 @@ def parsed(pattern: str) -> Node:
 def quoted(node: Node) -> str:
     """Return what a model may write for a string whose value is one of the pattern's texts."""
     return f"{_code(0x22)}({_written(node)}){_code(0x22)}"
-
-
-def repeated(least: int, most: int | None) -> Node:
-    """Return a pattern of any text with so many characters."""
-    return Repeat(Chars(ALL), least, most)
 
 
 def _code(code: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..native import chat as native
-from . import schemas
+from . import rewriting, schemas
 from .reader import AnswerReader, Parsed, ParsedCall, Rendered, words
 from .values import ChatInput, Grammar
 from .words import (
@@ -120,7 +120,7 @@ class ChatTemplate:
             _check_begun(found["generation_prompt"])
         parses = given["tools"] or (found["thinks"] and given["reasoning"] != "none")
         functions = [tool["function"] for tool in given["tools"]] if found["grammar"] else []
-        unwritten = [place for function in functions for place in schemas.unwritten(function, found["grammar"])]
+        unwritten = [place for function in functions for place in rewriting.unwritten(function, found["grammar"])]
         grammar = Grammar(
             text=_strict(
                 found["grammar"],
@@ -202,7 +202,7 @@ def _written(request: ChatInput, tools: Sequence[Mapping[str, Any]]) -> str:
     """What the library is asked, as JSON."""
     functions = [tool["function"] for tool in tools if tool["function"].get("parameters")]
     held = {
-        function["name"]: schemas.held(
+        function["name"]: rewriting.held(
             function["parameters"], f"tools.{function['name']}", strict=function.get("strict") is True, call=True
         )
         for function in functions

@@ -26,7 +26,7 @@ def render(template: Any, request: Mapping[str, Any]) -> tuple[dict[str, Any], A
 
 
 def schema_grammar(schema: Mapping[str, Any]) -> str:
-    """Return the grammar of a schema that `chat.schemas.held` has rewritten. ConfigError."""
+    """Return the grammar of a schema that `chat.rewriting.held` has rewritten. ConfigError."""
     grammar, data = ffi.new("kvf_chat_text *"), json.dumps(schema).encode()
     _check(lib.kvf_chat_schema(data, len(data), grammar))
     try:

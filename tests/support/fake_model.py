@@ -16,7 +16,7 @@ from kvflash_ggml.arrays import Int32s
 from kvflash_ggml.batching.messages import Logprob, Request
 from kvflash_ggml.batching.model import Paused, Residency
 from kvflash_ggml.chat.reader import AnswerReader, Parsed, ParsedCall, Rendered, words
-from kvflash_ggml.chat.schemas import held
+from kvflash_ggml.chat.rewriting import held
 from kvflash_ggml.chat.values import ChatInput, Grammar
 from kvflash_ggml.chat.words import CLOSE, OPEN, in_words, plain_call
 from kvflash_ggml.errors import ConfigError, SnapshotError

@@ -10,7 +10,8 @@ import pytest
 from support.schema_maker import SchemaMaker
 
 from kvflash_ggml.chat import formats, schemas
-from kvflash_ggml.chat.schemas import SchemaError, held
+from kvflash_ggml.chat.rewriting import held
+from kvflash_ggml.chat.schemas import SchemaError
 
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}, "all": {"$ref": "#"}}}
 
