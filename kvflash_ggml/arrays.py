@@ -16,7 +16,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 def room_for(size: int) -> memoryview:
-    """So many bytes to be written, with any content.
+    """Return `size` bytes to be written, with any content.
 
     Of numpy, which asks for large pages: to touch each small one for the first time can take longer than to read a
     file into it.
@@ -25,7 +25,7 @@ def room_for(size: int) -> memoryview:
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """How many leading tokens two texts share."""
+    """Count the leading tokens that two texts share."""
     n = min(len(a), len(b))
     differs = np.flatnonzero(a[:n] != b[:n])
     return int(differs[0]) if len(differs) else n

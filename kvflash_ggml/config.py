@@ -84,7 +84,7 @@ class SpecConfig:
 
     @classmethod
     def read(cls, text: str) -> SpecConfig | None:
-        """Names separated by commas, with or without "draft-", one of them perhaps NAME=FILE; or "auto", or "none".
+        """Read names separated by commas, with or without "draft-", one perhaps NAME=FILE; or "auto", or "none".
 
         ConfigError for any other.
         """
@@ -376,12 +376,12 @@ POOL_SETTINGS = settings(PoolSettings) | settings(KVFlashConfig)
 
 
 def keyword(name: str) -> str:
-    """The keyword of `Llama` for a field of POOL_SETTINGS."""
+    """Return the keyword of `Llama` for a field of POOL_SETTINGS."""
     return name if name == "kvflash" else f"kvflash_{name}"
 
 
 def from_environment() -> dict[str, Any]:
-    """Keywords of `Llama` that the variables of the pool's options say; none without a pool.
+    """Return the keywords of `Llama` that the variables of the pool's options say; none without a pool.
 
     ConfigError names the variable that has a wrong value.
     """

@@ -13,37 +13,37 @@ _DAY = 24 * 60 * 60
 
 
 def cache_dir() -> Path:
-    """The user's cache folder of this package, below XDG_CACHE_HOME."""
+    """Return the user's cache folder of this package, below XDG_CACHE_HOME."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvflash_ggml"
 
 
 def heads_dir() -> Path:
-    """KVFLASH_HEADS: folder where the retrieval heads of models are kept, instead of one in the cache folder."""
+    """Return KVFLASH_HEADS: the folder where retrieval heads of models are kept. Unset, it is in the cache folder."""
     return _path("KVFLASH_HEADS") or cache_dir() / "heads"
 
 
 def lib_path() -> Path | None:
-    """KVFLASH_LIB_PATH: folder of the native libraries, instead of the one in the package."""
+    """Return KVFLASH_LIB_PATH: the folder of the native libraries, instead of the one in the package."""
     return _path("KVFLASH_LIB_PATH")
 
 
 def sdist() -> Path | None:
-    """KVFLASH_SDIST: a copy of the pinned source of llama-cpp-python, instead of one in the cache folder."""
+    """Return KVFLASH_SDIST: a copy of the pinned source of llama-cpp-python, instead of one in the cache folder."""
     return _path("KVFLASH_SDIST")
 
 
 def llama_source() -> Path | None:
-    """KVFLASH_LLAMA_SOURCE: a llama.cpp checkout of one's own, instead of the pinned source."""
+    """Return KVFLASH_LLAMA_SOURCE: a llama.cpp checkout of one's own, instead of the pinned source."""
     return _path("KVFLASH_LLAMA_SOURCE")
 
 
 def allow_cpu() -> bool:
-    """KVFLASH_ALLOW_CPU=1: layers asked for run on the CPU, with a warning, where this build cannot use the GPU."""
+    """Read KVFLASH_ALLOW_CPU: with 1, layers asked for run on the CPU if the build cannot use the GPU. It warns."""
     return _switch("KVFLASH_ALLOW_CPU")
 
 
 def install() -> bool:
-    """KVFLASH_INSTALL=1: `llama_cpp.Llama` is replaced where llama_cpp is imported. `kvflash-run exec` sets this."""
+    """Read KVFLASH_INSTALL: with 1, importing llama_cpp replaces `llama_cpp.Llama`. `kvflash-run exec` sets it."""
     return _switch("KVFLASH_INSTALL")
 
 

@@ -164,11 +164,11 @@ class SnapshotMismatch(SnapshotError):
 
 
 def brief(value: object) -> str:
-    """A value from a stranger's file, fit for a terminal."""
+    """Write a value from a stranger's file so that it is fit for a terminal."""
     text = str(value)
     return repr(text[:100])[1:-1] + "..." * (len(text) > 100)
 
 
 def mebibytes(size: int) -> str:
-    """Bytes for a reader, in MiB."""
+    """Write a number of bytes in MiB."""
     return f"{size / 2**20:,.0f}"

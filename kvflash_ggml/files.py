@@ -42,7 +42,7 @@ def check_writable(path: Path) -> None:
 def replacing(
     path: Path, *, guard: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext, sync: bool = True
 ) -> Iterator[BinaryIO]:
-    """A file to write beside `path`, moved there once it is complete and on the disk. guard: entered for the move.
+    """Open a file beside `path`, and move it there once it is complete and on the disk. guard: entered for the move.
 
     sync: without it nobody waits for the disk, and a loss of power may damage the file. Raises OSError, and what was
     there stays as it was, however this process ends. A pipe or a device is refused: the move would take its place.
@@ -84,7 +84,7 @@ def is_abandoned(part: Path) -> bool:
 
 
 def being_written(part: Path) -> bool:
-    """Is a process writing this unfinished file? `replacing` holds a lock on it meanwhile."""
+    """Tell whether a process is writing this unfinished file. `replacing` holds a lock on it meanwhile."""
     try:
         handle = system.open_file(part, follow=False)  # perhaps a link or a pipe
         try:

@@ -26,7 +26,7 @@ class Formatter(logging.Formatter):
 
 
 def show_on(handler: logging.Handler, level: int) -> None:
-    """The log goes to this handler alone."""
+    """Send the log to this handler alone."""
     handler.setFormatter(Formatter())
     logger = logging.getLogger(NAME)
     logger.handlers[:] = [handler]

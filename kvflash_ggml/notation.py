@@ -12,7 +12,7 @@ _SHIFT = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
 def size(text: str) -> int:
-    """Bytes, with an optional K, M, G or T (powers of 1024). ValueError if it is none."""
+    """Read bytes, with an optional K, M, G or T (powers of 1024). ValueError for any other text."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a size: write bytes, or 512M, 8G")
@@ -20,7 +20,7 @@ def size(text: str) -> int:
 
 
 def ceiling(text: str) -> int | Literal["auto"]:
-    """Bytes, or "auto". ValueError if it is neither."""
+    """Read bytes, or "auto". ValueError for any other text."""
     if text.strip().lower() == "auto":
         return "auto"
     try:
@@ -30,7 +30,7 @@ def ceiling(text: str) -> int | Literal["auto"]:
 
 
 def pool(text: str) -> dict[str, Any] | None:
-    """The fields of KVFlashConfig that ask for such a pool; None for "off". ValueError for anything else.
+    """Read a size of the pool as fields of KVFlashConfig; None for "off". ValueError for any other text.
 
     "auto", tokens (4096, 4K), or bytes on the device: with M, G, T or a B at the end.
     """
@@ -46,19 +46,19 @@ def pool(text: str) -> dict[str, Any] | None:
 
 
 def word(text: str) -> str:
-    """The text. ValueError for an empty one, as of a variable that is not set."""
+    """Return the text. ValueError for an empty one, as of a variable that is not set."""
     if not text.strip():
         raise ValueError(f"{text!r} names nothing: give a value, or leave it out")
     return text
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Names between commas, at least one."""
+    """Read names between commas, at least one."""
     return tuple(map(str.strip, map(word, text.split(","))))
 
 
 def limit(text: str) -> int:
-    """A number of tokens of at least 1, or -1 for no limit. ValueError for any other text."""
+    """Read a number of tokens of at least 1, or -1 for no limit. ValueError for any other text."""
     number = text.strip()
     if number == "-1" or (number.isdecimal() and int(number) > 0):
         return int(number)
@@ -66,14 +66,14 @@ def limit(text: str) -> int:
 
 
 def key(text: str) -> str:
-    """An API key: visible ASCII, as a header can carry it. ValueError for any other text, which is not repeated."""
+    """Read an API key: visible ASCII, as a header can carry it. ValueError, which does not repeat it, for others."""
     if not re.fullmatch(r"[!-~]+", text):
         raise ValueError("an API key is of visible ASCII characters, at least one: no client could send this one")
     return text
 
 
 def origin(text: str) -> str:
-    """An origin as browsers send it, or "*". ValueError if it is neither."""
+    """Read an origin as browsers send it, or "*". ValueError for any other text."""
     if text not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s,]+", text.lower()):
         raise ValueError(
             f"{text!r} is not an origin, as https://chat.example.org: no path, and no slash at the end. Repeat the"
@@ -83,7 +83,7 @@ def origin(text: str) -> str:
 
 
 def pin(text: str) -> tuple[int, int]:
-    """A half-open range of tokens, LO:HI. ValueError if it is none."""
+    """Read a half-open range of tokens, LO:HI. ValueError for any other text."""
     lo, _, hi = text.partition(":")
     if not (lo.isdecimal() and hi.isdecimal() and int(lo) < int(hi)):
         raise ValueError(f"{text!r} is not a range: write LO:HI with LO < HI, as in 0:512")
@@ -94,7 +94,7 @@ _SWITCH = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": 
 
 
 def switch(text: str) -> bool:
-    """On or off. ValueError if it is neither."""
+    """Read on or off. ValueError for any other text."""
     try:
         return _SWITCH[text.strip().lower()]
     except KeyError:
@@ -102,14 +102,14 @@ def switch(text: str) -> bool:
 
 
 def prefix(text: str) -> str:
-    """The beginning of a path, as /llm; nothing, or /, for none. ValueError for any other text."""
+    """Read the beginning of a path, as /llm; nothing, or /, for none. ValueError for any other text."""
     if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*", text.rstrip("/")):
         raise ValueError(f"{text!r} is not the beginning of a path, as /llm")
     return text.rstrip("/")
 
 
 def calibrate(text: str) -> bool | str:
-    """On, off, or the file of a calibration."""
+    """Read on, off, or the file of a calibration."""
     return _SWITCH.get(text.strip().lower(), text)
 
 

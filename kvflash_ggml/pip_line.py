@@ -47,7 +47,9 @@ def _line(*words: str) -> str:
 
 
 def _flags() -> str:
-    """The variable with the CMake definitions of this build, where pip would build it: for a folder or a repository."""
+    """Write the variable with the CMake definitions of this build, where pip would build it: for a folder or a
+    repository.
+    """
     import importlib.metadata
 
     origin = _origin()
@@ -60,7 +62,7 @@ def _flags() -> str:
 
 
 def _requirement(extra: str) -> str:
-    """The words that name this copy to pip."""
+    """Write the words that name this copy to pip."""
     from urllib.request import url2pathname
 
     origin = _origin()
@@ -79,7 +81,7 @@ def _requirement(extra: str) -> str:
 
 
 def _origin() -> dict[str, Any] | None:
-    """The record of pip; of a checkout that was never installed its folder; None for a package from an index."""
+    """Return pip's record; for a checkout that was never installed its folder; None for a package from an index."""
     import importlib.metadata
 
     try:

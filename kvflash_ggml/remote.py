@@ -70,7 +70,7 @@ def find(text: str, *, trust: bool = False) -> Endpoint:
 
 
 def find_all(texts: Sequence[str], *, trust: bool = False) -> list[Endpoint]:
-    """The same of several servers. ConfigError if one of them is named twice."""
+    """Find several servers, as `find` does one. ConfigError if one of them is named twice."""
     found = [find(text, trust=trust) for text in texts]
     seen: dict[str, Endpoint] = {}
     for endpoint in found:
@@ -80,18 +80,18 @@ def find_all(texts: Sequence[str], *, trust: bool = False) -> list[Endpoint]:
 
 
 def is_loopback(address: str) -> bool:
-    """Can only this machine reach it? ValueError if it is no IPv4 address."""
+    """Tell whether only this machine can reach an address. ValueError if it is no IPv4 address."""
     return ipaddress.IPv4Address(address).is_loopback
 
 
 def hello(endpoint: Endpoint) -> tuple[int, int, int]:
-    """The version of the protocol that a server speaks. RemoteError if it cannot be used."""
+    """Ask for the version of the protocol that a server speaks. RemoteError if it cannot be used."""
     with _connected(endpoint) as connection:
         return _greet(connection, endpoint)
 
 
 def device_count(endpoint: Endpoint) -> int:
-    """How many devices a server has. RemoteError if it cannot be used."""
+    """Ask how many devices a server has. RemoteError if it cannot be used."""
     with _connected(endpoint) as connection:
         _greet(connection, endpoint)
         connection.sendall(struct.pack("<BQ", _DEVICE_COUNT, 0))
@@ -133,7 +133,7 @@ def _greet(connection: socket.socket, endpoint: Endpoint) -> tuple[int, int, int
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
-    """Up to `size` bytes; fewer if the other side closes, or answers with something that has no such size."""
+    """Receive up to `size` bytes; fewer if the other side closes, or answers with something that has no such size."""
     data = b""
     while len(data) < size and (piece := connection.recv(size - len(data))):
         data += piece
@@ -143,7 +143,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 def free_port(host: str) -> int:
-    """A port of this machine that nobody listens at."""
+    """Find a port of this machine that nobody listens at."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -28,7 +28,7 @@ _field = in_section("Sampling")
 
 
 def read_order(text: str) -> tuple[str, ...]:
-    """Names of samplers, as "top_k;temperature", or their letters, as "kt". ValueError for any other text."""
+    """Read names of samplers, as "top_k;temperature", or their letters, as "kt". ValueError for any other text."""
     words = [word.strip().lower().replace("-", "_") for word in text.split(";") if word.strip()]
     names = [_ALIASES.get(word, word) for word in words]
     if len(words) == 1 and names[0] not in KNOWN and set(words[0]) <= set(_LETTERS):
@@ -38,14 +38,14 @@ def read_order(text: str) -> tuple[str, ...]:
 
 
 def read_breaker(text: str) -> str:
-    """A text that ends a sequence, with \\n for the end of a line. ValueError for one that cannot."""
+    """Read a text that ends a sequence, with \\n for the end of a line. ValueError for one that cannot."""
     written = text.replace("\\n", "\n").replace("\\t", "\t")
     check_breakers((written,))
     return written
 
 
 def _check_order(names: list[str] | tuple[str, ...]) -> None:
-    """ValueError for a name that is no sampler's, and for more of them than there are."""
+    """Raise ValueError for a name that is no sampler's, and for more of them than there are."""
     unknown = [name for name in names if name not in KNOWN]
     if unknown:
         raise ValueError(f"{unknown[0][:40]!r} is no sampler: there are {';'.join(KNOWN)}")
@@ -154,7 +154,7 @@ class Samplers:
 
 
 def check_breakers(texts: tuple[str, ...]) -> None:
-    """ValueError for a text that cannot end a sequence, and for too many of them."""
+    """Raise ValueError for a text that cannot end a sequence, and for too many of them."""
     if len(texts) > MAX_BREAKERS:
         raise ValueError(f"there are {len(texts)} sequence breakers, and {MAX_BREAKERS} is the most: send fewer")
     for text in texts:

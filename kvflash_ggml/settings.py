@@ -47,22 +47,22 @@ class Setting:
     shown: bool = True
 
     def flags_of(self, name: str) -> tuple[str, ...]:
-        """Its flags, of the field of this name."""
+        """Return its flags, for the field of this name."""
         has_long = any(flag.startswith("--") for flag in self.flags)
         return self.flags if has_long else (*self.flags, f"--{name.replace('_', '-')}")
 
     def variable_of(self, name: str) -> str:
-        """Its variable, of the field of this name."""
+        """Return its variable, for the field of this name."""
         if self.variable is not None:
             return self.variable
         return f"KVFLASH_{self.long_flag(name)[2:].removeprefix('kvflash-').replace('-', '_').upper()}"
 
     def long_flag(self, name: str) -> str:
-        """The first of its long flags, of the field of this name."""
+        """Return the first of its long flags, for the field of this name."""
         return next(flag for flag in self.flags_of(name) if flag.startswith("--")).partition("/")[0]
 
     def problem(self, value: Any) -> str | None:
-        """What a number has to be that this one is not, None where it fits."""
+        """Say what a number has to be that this one is not, None where it fits."""
         if self.least is None:
             return None
         whole, most = self.kind is not float, math.inf if self.most is None else self.most
@@ -75,7 +75,7 @@ class Setting:
         return f"{'a whole number' if whole else 'a number'} {bounds}{', or None' if self.default is None else ''}"
 
     def read(self, text: str) -> Any:
-        """The value that a variable says. ValueError if it cannot be one."""
+        """Read the value that a variable says. ValueError if it cannot be one."""
         read: Callable[[str], Any] = (
             str if isinstance(self.kind, tuple) else notation.switch if self.kind is bool else self.kind
         )
@@ -83,22 +83,22 @@ class Setting:
 
 
 def setting(kind: Any, *flags: str, help: str, default: Any = None, **more: Any) -> Any:
-    """A field of a dataclass that can be given by options, variables or keywords. more: of `Setting`."""
+    """Make a field of a dataclass that can be given by options, variables or keywords. more: of `Setting`."""
     return field(default=default, metadata={_KEY: Setting(kind=kind, flags=flags, help=help, default=default, **more)})
 
 
 def settings(cls: type[Any]) -> dict[str, Setting]:
-    """The settings of a dataclass by the names of their fields."""
+    """Return the settings of a dataclass by the names of their fields."""
     return {one.name: one.metadata[_KEY] for one in fields(cls) if _KEY in one.metadata}
 
 
 def in_section(section: str) -> Callable[..., Any]:
-    """`setting` for options below one heading."""
+    """Make `setting` for options below one heading."""
     return partial(setting, section=section)
 
 
 def documented(cls: type[T]) -> type[T]:
-    """A decorator that adds what its settings mean to the docstring of a dataclass."""
+    """Add what its settings mean to the docstring of a dataclass."""
     lines = (f"{name}: {re.sub(r' +', ' ', one.help)}" for name, one in settings(cls).items())
     told = [
         textwrap.fill(line, 120, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
@@ -127,5 +127,5 @@ def check(values: object, what: str = "") -> None:
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is a whole number, numpy's included."""
+    """Tell whether a value is a whole number, numpy's included."""
     return isinstance(value, Integral) and not isinstance(value, bool)

@@ -156,7 +156,7 @@ def _physical() -> int:
 
 
 def _meminfo(field: str) -> int | None:
-    """Bytes, None where the system does not tell."""
+    """Read a field of /proc/meminfo in bytes, None where the system does not tell."""
     try:
         lines = _MEMINFO.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -239,7 +239,7 @@ def has_ended(child: int) -> bool:
 
 @contextlib.contextmanager
 def typed_lines_kept(stream: TextIO) -> Iterator[None]:
-    """On Ctrl-C keep the lines that were typed ahead on a terminal. Without termios the terminal drops them."""
+    """Keep the lines that were typed ahead on a terminal when Ctrl-C comes. Without termios the terminal drops them."""
     if _termios is None:
         yield
         return

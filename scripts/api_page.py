@@ -141,8 +141,8 @@ def _fields(cls: type) -> str:
 def _variables() -> str:
     own = dict(NO_OPTIONS)
     for _, function in inspect.getmembers(env, inspect.isfunction):
-        if match := re.match(r"(KVFLASH_\w+)(=\w+)?[:,] ?(.*)", _first(function)):
-            own[match[1]] = f"{match[2][1:]}: {match[3]}" if match[2] else match[3][0].upper() + match[3][1:]
+        if match := re.match(r"Re(?:turn|ad) (KVFLASH_\w+): (.*)", _first(function)):
+            own[match[1]] = match[2][0].upper() + match[2][1:]
     options: dict[str, tuple[str, set[str]]] = {}
     for verb, variable, option in _options(cli.main, ""):
         flag = next(name for name in option.opts if name.startswith("--"))

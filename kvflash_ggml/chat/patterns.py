@@ -241,7 +241,7 @@ class _Parser:
         return node
 
     def members(self) -> Ranges:
-        """A class, behind its bracket."""
+        """Read a class, behind its bracket."""
         negated, found, wide = self.take("^"), list[tuple[int, int]](), list[tuple[int, int]]()
         if self.peek("]"):
             raise Unheld("a class is empty: write \\] for a bracket")
@@ -259,7 +259,7 @@ class _Parser:
         return without(ALL, *wide) if negated else without(union(found), (0xD800, 0xDFFF))
 
     def member(self) -> tuple[Ranges, Ranges]:
-        """What a part of a class has for every validator, and for some."""
+        """Read what a part of a class has for every validator, and for some."""
         char = self.next()
         if char != "\\":
             return (single := ((ord(char), ord(char)),)), single
@@ -272,7 +272,7 @@ class _Parser:
         return found, found
 
     def escape(self) -> Ranges:
-        """The characters of an escape, behind its backslash."""
+        """Read the characters of an escape, behind its backslash."""
         char = self.next()
         if char in _NARROW:
             return _NARROW[char]
@@ -312,7 +312,7 @@ def _has_anchor(node: Node) -> bool:
 
 
 def _anchored(node: Node, sign: str) -> Node:
-    """A pattern whose texts are whole ones on the side of an anchor: any text goes on where the anchor is missing."""
+    """Anchor a pattern on one side: where the anchor is missing, any text goes on."""
     first = sign == "^"
     if isinstance(node, Choice):
         return Choice(tuple(_anchored(part, sign) for part in node.parts))
@@ -329,7 +329,7 @@ def _anchored(node: Node, sign: str) -> Node:
 
 
 def _edges(node: Node, sign: str) -> bool:
-    """Has a pattern this anchor at its edge, in one of its choices at least?"""
+    """Tell whether a pattern has this anchor at its edge, in one of its choices at least."""
     if isinstance(node, Choice):
         return any(_edges(part, sign) for part in node.parts)
     if isinstance(node, Row):
@@ -371,7 +371,7 @@ def limited(node: Node, least: int, most: int | None) -> Node | None:
 
 
 def _copied(node: Node) -> int:
-    """How many characters a pattern writes, a class as one."""
+    """Count the characters that a pattern writes, a class as one."""
     if isinstance(node, Repeat):
         return _copied(node.part) * (6 if max(node.least, node.most or 0) > _STEP else 1)
     return sum(map(_copied, node.parts)) if isinstance(node, Row | Choice) else 1
@@ -408,7 +408,7 @@ def _class(ranges: Ranges) -> str:
 
 @lru_cache(256)
 def _char(ranges: Ranges) -> str:
-    """One character in JSON: itself, or its escape."""
+    """Write one character in JSON: itself, or its escape."""
     size = sum(last - first + 1 for first, last in ranges)
     plain = without(ranges, (0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F))
     ways = [_class(plain)] if plain else []
@@ -440,7 +440,7 @@ def _written(node: Node) -> str:
 
 
 def _times(group: str, least: int, most: int | None) -> str:
-    """A group so many times, where no count is above `_STEP`."""
+    """Repeat a group `least` to `most` times, where no count is above `_STEP`."""
     if most is None and least <= _STEP:
         return f"{group}*" if least == 0 else f"{group}+" if least == 1 else f"{group}{{{least},}}"
     if (least, most) == (0, 1):
@@ -459,14 +459,14 @@ def _times(group: str, least: int, most: int | None) -> str:
 
 
 def _any(count: int, point: int) -> str:
-    """So many digits, the last `point` of them behind a point."""
+    """Write `count` digits of any value, the last `point` of them behind a point."""
     if count < point or not point:
         return f"([0-9]){{{count},{count}}}" if count > 1 else "[0-9]" * count
     return _any(count - point, 0) + _code(0x2E) + _any(point, 0)
 
 
 def _between(low: str, high: str, point: int, *, after: bool = False) -> str:
-    """Digits from `low` to `high`, which have as many. after: the point is written already."""
+    """Write digits from `low` to `high`, which have as many. after: the point is written already."""
     dot = _code(0x2E) if point and len(low) == point and not after else ""
     after = after or bool(dot)
     if not low:
@@ -490,7 +490,7 @@ def _between(low: str, high: str, point: int, *, after: bool = False) -> str:
 
 
 def _whole(low: int, high: int | None, point: int = 0) -> list[str]:
-    """Numbers from `low`, which is 0 or above, to `high`, in units of the last digit behind the point."""
+    """Write numbers from `low`, which is 0 or above, to `high`, in units of the last digit behind the point."""
     ways: list[str] = []
     size = max(point + 1, len(str(low)))
     end = 10**size - 1 if high is None else high
@@ -534,7 +534,7 @@ def numbers(low: Decimal | None, high: Decimal | None, *, above: bool, below: bo
         return int(bound * 10**point)
 
     def positive(begin: int, end: int | None, *, over: bool, under: bool) -> list[str]:
-        """Numbers of 0 and above between two bounds, in units of the last digit behind the point."""
+        """Write numbers of 0 and above between two bounds, in units of the last digit behind the point."""
         last = None if end is None else end - 1
         inside = last is None or begin + over <= last
         ways = [way + _tail(tail, point) for way in _whole(begin + over, last, point)] if inside else []
@@ -558,14 +558,14 @@ def numbers(low: Decimal | None, high: Decimal | None, *, above: bool, below: bo
 
 
 def _tail(most: int, point: int) -> str:
-    """Further digits behind a number that has `point` behind its point."""
+    """Write further digits behind a number that has `point` behind its point."""
     if not most:
         return ""
     return f"([0-9]){{0,{most}}}" if point else f"({_code(0x2E)}([0-9]){{1,{most}}})?"
 
 
 def _odd(most: int) -> str:
-    """Digits of which one at least is not 0."""
+    """Write digits of which one at least is not 0."""
     rest = f"([0-9]){{0,{most - 1}}}" if most > 1 else ""
     return f"([1-9]{rest}|0{_odd(most - 1)})" if most > 1 else "[1-9]"
 

@@ -156,7 +156,7 @@ class _Rewriting:
         self.prefix = f"ref-{digest}"
 
     def whole(self) -> dict[str, Any]:
-        """The rewritten schema, with its definitions."""
+        """Return the rewritten schema, with its definitions."""
         try:
             found = self.rewritten([(self.root, 0)], self.where, root=True)
             for part, conjuncts, path in self.waiting:  # which grows meanwhile
@@ -203,7 +203,7 @@ class _Rewriting:
     # --- conjuncts
 
     def rewritten(self, conjuncts: Sequence[_Conjunct], path: str, *, root: bool = False) -> dict[str, Any]:
-        """What the conjuncts come to together. _None if nothing fulfils them."""
+        """Rewrite conjuncts as one part. _None if nothing fulfils them."""
         self.look()
         flat = self.flat(conjuncts, path)
         key = frozenset((id(node), done & _CHOSEN) for node, done in flat)
@@ -241,7 +241,7 @@ class _Rewriting:
         return {"$ref": f"#/$defs/{part.name}"}
 
     def flat(self, conjuncts: Sequence[_Conjunct], path: str) -> list[_Conjunct]:
-        """The conjuncts with what their references and `allOf` add, less those that say nothing. _None for `false`."""
+        """Add what references and `allOf` of the conjuncts say, and drop those that say nothing. _None for `false`."""
         out: dict[int, _Conjunct] = {}
         todo = sorted(conjuncts, key=lambda one: one[1])  # from the end, so that what is done counts as such
         while todo:
@@ -269,7 +269,7 @@ class _Rewriting:
         ]
 
     def merged(self, flat: list[_Conjunct], path: str, *, root: bool = False) -> dict[str, Any]:
-        """What flat conjuncts come to together."""
+        """Merge flat conjuncts into one part."""
         nodes = [node for node, _ in flat]
         left = [(node, key) for node, done in flat if not done & _CHOSEN for key in _CHOICES if key in node]
         if left and root and self.call and any("properties" in node for node in nodes):
@@ -290,7 +290,7 @@ class _Rewriting:
         return _any_of(_fulfilled([partial(self.typed, kind, nodes, path) for kind in types]))
 
     def chosen(self, flat: list[_Conjunct], node: dict[str, Any], key: str, path: str) -> dict[str, Any]:
-        """One way for each of the alternatives, with everything else that must hold."""
+        """Make one way for each of the alternatives, with everything else that must hold."""
         ways = node[key]
         if not isinstance(ways, list) or not ways:
             raise self.wrong(path, key, ways, "a list of schemas, with one at least")
@@ -303,7 +303,7 @@ class _Rewriting:
         return _any_of(found)
 
     def apart(self, one: dict[str, Any], other: dict[str, Any], depth: int = 4) -> bool:
-        """Can nothing fulfil both of two rewritten parts?"""
+        """Tell whether nothing can fulfil both of two rewritten parts."""
         one, other = self.target(one), self.target(other)
         for a, b in ((one, other), (other, one)):
             if "anyOf" in a:
@@ -327,7 +327,7 @@ class _Rewriting:
         return False
 
     def target(self, part: dict[str, Any]) -> dict[str, Any]:
-        """What a reference of a rewritten part leads to; anything where that is not rewritten yet."""
+        """Follow the reference of a rewritten part; return anything where its target is not rewritten yet."""
         if "$ref" not in part:
             return part
         found = self.named[int(part["$ref"].rpartition("-")[2])].found
@@ -336,7 +336,7 @@ class _Rewriting:
     # --- types and values
 
     def types(self, nodes: Sequence[dict[str, Any]], path: str) -> list[str] | None:
-        """The types that all parts allow, in their order. None for any."""
+        """Return the types that all parts allow, in their order. None for any."""
         types: list[str] | None = None
         for node in nodes:
             if node.get("type") is None:
@@ -357,7 +357,7 @@ class _Rewriting:
         return types
 
     def values(self, nodes: Sequence[dict[str, Any]], path: str) -> list[Any] | None:
-        """The values that `enum` and `const` leave. None where neither is."""
+        """Return the values that `enum` and `const` leave. None where neither is."""
         values: list[Any] | None = None
         for node in nodes:
             for key in ("enum", "const"):
@@ -419,7 +419,7 @@ class _Rewriting:
     def bound(
         self, nodes: Sequence[dict[str, Any]], path: str, inclusive: str, exclusive: str, sign: int
     ) -> tuple[Decimal | None, bool]:
-        """The strictest bound, and does it not belong to the numbers? sign: 1 for the lower one."""
+        """Return the strictest bound, and whether it is outside the numbers. sign: 1 for the lower one."""
         found: list[tuple[Decimal, bool]] = []
         for node in nodes:
             old = node.get(exclusive) is True  # a switch, in draft 4
@@ -466,7 +466,7 @@ class _Rewriting:
             raise _None(path, f"has a pattern that nothing fulfils: {err}") from None
 
     def pattern(self, pattern: str, path: str) -> patterns.Node | None:
-        """A pattern, as far as a grammar can hold it. SchemaError for one that it cannot, but for tools."""
+        """Read a pattern, as far as a grammar can hold it. SchemaError for one that it cannot, but for tools."""
         if pattern not in self.trees:
             try:
                 self.trees[pattern] = patterns.parsed(pattern)
@@ -484,7 +484,7 @@ class _Rewriting:
         return None
 
     def format(self, name: str, path: str) -> patterns.Node | None:
-        """A format, as a pattern. To JSON schemas it is a remark, so that a strict one may have any."""
+        """Return a format as a pattern. To JSON schemas it is a remark, so that a strict one may have any."""
         if name in patterns.FORMATS:
             return self.pattern(patterns.FORMATS[name], path)
         self.ignore(path, f"format={name[:24]}", strictly=False)
@@ -501,7 +501,7 @@ class _Rewriting:
         return value
 
     def limits(self, nodes: Sequence[dict[str, Any]], path: str, unit: str, top: int) -> tuple[int, int | None]:
-        """The strictest lengths. unit: "Length" or "Items". top: the longest that a grammar holds."""
+        """Find the strictest lengths. unit: "Length" or "Items". top: the longest that a grammar holds."""
         least = max((self.count(node, f"min{unit}", path) or 0 for node in nodes), default=0)
         most = min((n for node in nodes if (n := self.count(node, f"max{unit}", path)) is not None), default=None)
         if most is not None and most < least:
@@ -550,7 +550,7 @@ class _Rewriting:
         return {"type": "array", "prefixItems": rows} if rows else {"enum": [[]]}
 
     def fixed(self, node: dict[str, Any], path: str) -> list[Any]:
-        """The schemas of an array's first items."""
+        """Return the schemas of an array's first items."""
         for key in ("prefixItems", "items"):
             given = node.get(key)
             if isinstance(given, list):
@@ -560,7 +560,7 @@ class _Rewriting:
         return []
 
     def item(self, nodes: Sequence[dict[str, Any]], place: int, path: str) -> dict[str, Any]:
-        """What an array's item must be."""
+        """Return what an array's item must be."""
         conjuncts = []
         for node in nodes:
             fixed = self.fixed(node, path)
@@ -658,13 +658,13 @@ def _fulfilled(makers: Iterable[Callable[[], dict[str, Any]]]) -> list[dict[str,
 
 
 def _any_of(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What any of several rewritten parts allows, each once."""
+    """Allow what any of several rewritten parts allows, each once."""
     unique = list({json.dumps(part): part for part in parts}.values())
     return unique[0] if len(unique) == 1 else {"anyOf": unique}
 
 
 def _common(some: Sequence[str], others: Sequence[str]) -> list[str]:
-    """The types of both lists. An integer is a number."""
+    """Return the types of both lists. An integer is a number."""
     both = [kind for kind in some if kind in others or (kind == "integer" and "number" in others)]
     return both + ["integer"] * ("number" in some and "integer" in others and "integer" not in both)
 
@@ -686,7 +686,7 @@ def _type_of(value: Any) -> str:
 
 
 def _key(value: Any) -> Any:
-    """What equal values of JSON have in common: 1 and 1.0 are equal, 1 and true are not."""
+    """Make a key that equal values of JSON share: 1 and 1.0 are equal, 1 and true are not."""
     if isinstance(value, list):
         return "list", tuple(map(_key, value))
     if isinstance(value, dict):
@@ -695,7 +695,7 @@ def _key(value: Any) -> Any:
 
 
 def _fits(value: Any, node: dict[str, Any]) -> bool:
-    """Does a value keep the type, bounds and lengths of a part? Other keywords are not looked at."""
+    """Tell whether a value keeps the type, bounds and lengths of a part. Other keywords are not looked at."""
     kind, given = _type_of(value), node.get("type")
     kinds = given if isinstance(given, list) else [given]
     if given is not None and kind not in kinds and not (kind == "integer" and "number" in kinds):

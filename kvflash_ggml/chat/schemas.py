@@ -38,7 +38,7 @@ class SchemaError(ConfigError):
 
 
 def check(schema: Any, where: str) -> None:
-    """SchemaError for a schema that is too large, too deep, refers to elsewhere, or to itself without end."""
+    """Raise SchemaError for a schema that is too large, too deep, refers to elsewhere, or to itself without end."""
     if not isinstance(schema, dict | bool):
         raise SchemaError(where, f"is {json.dumps(schema, default=str)[:PATH]}: it must be an object")
     try:
@@ -63,7 +63,9 @@ def check(schema: Any, where: str) -> None:
 
 
 def _parts(schema: Any) -> Iterator[tuple[Any, int, int, bool]]:
-    """Each part of a schema: its depth, how many characters the names that lead to it have, and are its keys names?"""
+    """Yield each part of a schema: its depth, the characters of the names that lead to it, and whether its keys are
+    names.
+    """
     stack = [(schema, 0, 0, False)]
     while stack:
         node, depth, path, named = part = stack.pop()
@@ -79,14 +81,14 @@ def _parts(schema: Any) -> Iterator[tuple[Any, int, int, bool]]:
 
 
 def work(schema: Any) -> int:
-    """What a checked schema costs the converter: the square of an object's properties, and names within names."""
+    """Count what a checked schema costs the converter: the square of an object's properties, and names within names."""
     return sum(
         len(node) ** 2 * (path + _RULE) for node, _, path, named in _parts(schema) if named and isinstance(node, dict)
     )
 
 
 def check_work(schemas: Iterable[Any], where: str) -> None:
-    """SchemaError for schemas that take llama.cpp's converter seconds, all together."""
+    """Raise SchemaError for schemas that take llama.cpp's converter seconds, all together."""
     whole = sum(map(work, schemas))
     if whole > MAX_WORK:
         limit = f"takes {whole} steps to become a grammar, and {MAX_WORK} is the most"
@@ -94,7 +96,7 @@ def check_work(schemas: Iterable[Any], where: str) -> None:
 
 
 def _follow(schema: Any, reference: str, where: str, sound: set[str]) -> set[str]:
-    """A reference must lead somewhere in the schema, and not from reference to reference for ever.
+    """Check that a reference leads somewhere in the schema, and not from reference to reference for ever.
 
     sound: references that do. Returns those that are found to do so as well.
     """

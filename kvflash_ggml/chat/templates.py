@@ -184,7 +184,7 @@ _SEVERAL = (
 
 
 def _strict(grammar: str, *, called: bool, one: bool, thinking: Sequence[str]) -> str:
-    """A grammar of calls without what it lets through: content in front of calls that must be made, and a second call.
+    """Remove what a grammar of calls lets through: content before calls that must be made, and a second call.
 
     called: must there be a call? one: may there be no second? thinking: marks of reasoning, the first before it.
     """
@@ -199,7 +199,7 @@ def _plain() -> ChatTemplate:
 
 
 def _written(request: ChatInput, tools: Sequence[Mapping[str, Any]]) -> str:
-    """What the library is asked, as JSON."""
+    """Write what the library is asked, as JSON."""
     functions = [tool["function"] for tool in tools if tool["function"].get("parameters")]
     held = {
         function["name"]: rewriting.held(

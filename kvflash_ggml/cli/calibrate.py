@@ -69,7 +69,7 @@ def calibrate(
 
 
 def table(found: Calibration) -> list[str]:
-    """The best heads, for people."""
+    """List the best heads, for people."""
     lines = ["  layer  head   asked for   not asked for   first"]
     for head in found.heads[:16]:
         mark = "*" if head.chosen else " "

@@ -75,7 +75,7 @@ class Chat:
         }
 
     def run(self, first: str | None = None) -> None:
-        """Until /exit, Ctrl-D or a second Ctrl-C (KeyboardInterrupt)."""
+        """Chat until /exit, Ctrl-D or a second Ctrl-C (KeyboardInterrupt)."""
         _use_line_editing()
         if not self._output.quiet and stdin_is_terminal():
             note("/help lists the commands, Ctrl-D leaves")
@@ -227,7 +227,7 @@ class Chat:
 
 
 def _read_message() -> str:
-    """One line, or the lines between two triple quotes."""
+    """Read one line, or the lines between two triple quotes."""
     line = _read_line("> ")
     if not line.lstrip().startswith(_QUOTES):
         return line

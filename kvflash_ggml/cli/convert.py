@@ -51,7 +51,7 @@ measure_options = collected("measuring", MeasureOptions)
 
 
 def check_library() -> None:
-    """LibraryError where nothing can be measured, before anything is written."""
+    """Raise LibraryError where nothing can be measured, before anything is written."""
     library.library_folder()
 
 
@@ -101,7 +101,7 @@ def _refuse_nothing(it: dict[str, Any], target: Path, draft: Path) -> None:
 
 
 def _compare(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Tokens won a step: those accepted, and the target's own."""
+    """Print the tokens won a step: those accepted, and the target's own."""
     won = (1 + after["accepted"]) / (1 + before["accepted"]) - 1
     click.echo(f"tokens a step: {won:+.1%}")
     if won < -_TOLERATED:
@@ -121,13 +121,13 @@ rope_option = click.option(
 
 
 def target_option(help_text: str, *, required: bool = False) -> Callable[[Any], Any]:
-    """--target: the GGUF file of the model that a drafter is for."""
+    """Make the option --target: the GGUF file of the model that a drafter is for."""
     return click.option("--target", type=FILE, metavar="GGUF", required=required, help=help_text)
 
 
 @contextmanager
 def working(doing: str, *, quiet: bool) -> Iterator[logs.Progress]:
-    """A progress line in MiB on a terminal's stderr while something is done; errors end with their message."""
+    """Show a progress line in MiB on a terminal's stderr while something is done; errors end with their message."""
     with plain_errors(verbose=False), Progress(shown=stderr_is_terminal() and not quiet, doing=doing, unit="MiB") as it:
         yield it.update
 

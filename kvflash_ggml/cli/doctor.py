@@ -85,7 +85,7 @@ def doctor(ctx: click.Context, *, model: str | None, measure: bool, as_json: boo
 
 
 def _lines(check: Check) -> Iterator[str]:
-    """One line of the report for people, with what goes below it."""
+    """Yield one line of the report for people, and what goes below it."""
     mark, colour = _MARKS[check.status]
     first, *rest = check.detail.split("\n")
     yield f"{check.name:{_WIDTH}} {click.style(f'{mark:8}', fg=colour)}{first}"
@@ -111,7 +111,7 @@ def _document(checks: list[Check], healthy: bool) -> dict[str, Any]:
 
 
 def examine(model: str | None, *, timeout: float) -> list[Check]:
-    """All checks, cheap ones first."""
+    """Run all checks, cheap ones first."""
     asked = model
     if model is None and _TEST_MODEL.is_file():
         model = str(_TEST_MODEL)
@@ -131,7 +131,7 @@ def examine(model: str | None, *, timeout: float) -> list[Check]:
 
 
 def a_step(model: str | None, *, timeout: float) -> Check:
-    """What devices lose to a whole step. A warning where that is beyond the margin."""
+    """Measure what devices lose to a whole step. It is a warning where that is beyond the margin."""
     child = run_child(model, timeout=timeout, module=PROBE, entry="measure")
     found = child.said.get("step")
     if child.failure or found is None:
@@ -162,7 +162,7 @@ def _failed(child: Child, stage: str) -> bool:
 
 
 def _heads(model: str | None) -> list[Check]:
-    """Whether the retrieval heads of a model file are known. None for a file that cannot be read."""
+    """Check whether the retrieval heads of a model file are known. No check for a file that cannot be read."""
     if model is None:
         return []
     try:
@@ -206,7 +206,7 @@ def _bindings() -> Check:
 
 
 def _has_own_library() -> bool:
-    """Whether llama-cpp-python was built with a libllama of its own."""
+    """Tell whether llama-cpp-python was built with a libllama of its own."""
     spec = importlib.util.find_spec("llama_cpp")
     return spec is not None and spec.origin is not None and Path(spec.origin).with_name("lib").is_dir()
 
@@ -245,7 +245,7 @@ _UNMEASURED = {
 
 
 def _unmeasured(names: Iterable[str]) -> list[str]:
-    """What is told of devices on which this was never run."""
+    """Say what is known of devices on which this was never run."""
     kinds = {kind for name in names for kind in _UNMEASURED if name.startswith(kind)}
     return [
         f"{kind}: never measured. A pool should work, and {_UNMEASURED[kind]}; try one with -v, and compare its answers"
@@ -295,7 +295,7 @@ def _environment() -> list[Check]:
 
 
 def _weights(child: Child) -> Check:
-    """Weights as they are packed for this CPU: are their products those of plain ones?"""
+    """Check that products of weights packed for this CPU are those of plain ones."""
     name = "packed weights"
     if _failed(child, "weights"):
         buffer = child.said.get("buffer")
@@ -332,7 +332,7 @@ def _decode(child: Child, model: str | None) -> Check:
 
 
 def _about(child: Child) -> list[str]:
-    """What the child has found out, for people; nothing if it came to nothing."""
+    """Say what the child has found out, for people; nothing if it came to nothing."""
     about = child.said.get("about")
     if about is None:
         return []
@@ -349,7 +349,7 @@ def _about(child: Child) -> list[str]:
 
 
 def _placement(child: Child, model: str | None) -> list[Check]:
-    """What would go where, of a model that was asked for."""
+    """Check what would go where, of a model that was asked for."""
     if model is None or child.doing != "placement":
         return []
     if child.failure:

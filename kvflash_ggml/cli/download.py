@@ -143,7 +143,7 @@ def _status(error: BaseException) -> int | None:
 
 @contextmanager
 def _in_words(what: str) -> Iterator[None]:
-    """An answer that is of no use becomes a HubError. What the own disk refuses stays as it is."""
+    """Turn an answer that is of no use into a HubError. What the own disk refuses stays as it is."""
     try:
         yield
     except HubError:

@@ -91,7 +91,7 @@ def resolve(command: list[str]) -> list[str]:
 
 
 def _starts_us(python: str) -> bool:
-    """Whether a Python runs our file at its start, which it is asked unless it is this one."""
+    """Tell whether a Python runs our file at its start. It is asked unless it is this one."""
     ours = Path(sys.executable)
     if Path(python).absolute().parent == ours.absolute().parent and Path(python).resolve() == ours.resolve():
         return True
@@ -103,7 +103,7 @@ def _starts_us(python: str) -> bool:
 
 
 def _interpreter(program: Path) -> str | None:
-    """The Python that runs a program: itself, or the one that its first lines name; None for anything else."""
+    """Find the Python that runs a program: itself, or the one that its first lines name; None for anything else."""
     if _is_python(str(program)):
         return str(program)
     with program.open("rb") as file:
@@ -123,7 +123,7 @@ def _is_python(name: str) -> bool:
 
 
 def _variables(pool: PoolOptions) -> dict[str, str]:
-    """What the options say, as the program's `install` reads it."""
+    """Write what the options say as variables that the program's `install` reads."""
     values = {**vars(pool), **pool.fields, "pins": " ".join(f"{lo}:{hi}" for lo, hi in pool.fields["pins"]) or None}
     return {"KVFLASH_INSTALL": "1"} | {
         one.variable_of(name): str(values[name]) for name, one in POOL_SETTINGS.items() if values[name] is not None

@@ -39,7 +39,7 @@ class HubModel:
         return f"{self.repo}:{self.which}" if self.which else self.repo
 
     def files(self, names: Collection[str]) -> list[str]:
-        """The files of the model among those of its repository, the parts of a split one in their order.
+        """Find the files of the model among those of its repository, the parts of a split one in their order.
 
         Raises:
             HubError: there is none, a part is missing, or a name leads out of the repository.
@@ -137,7 +137,7 @@ def located(model: str | HubModel, *, quiet: bool) -> str:
 
 
 def cache_dir() -> Path:
-    """The hub's cache folder, by the variables that huggingface_hub has for it."""
+    """Return the hub's cache folder, by the variables that huggingface_hub has for it."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if folder := os.environ.get(name):
             return Path(folder).expanduser()
@@ -146,18 +146,18 @@ def cache_dir() -> Path:
 
 
 def repo_dir(repo: str) -> Path:
-    """The folder of a repository in the hub's cache folder."""
+    """Return the folder of a repository in the hub's cache folder."""
     return cache_dir() / f"models--{repo.replace('/', '--')}"
 
 
 def repositories() -> list[str]:
-    """The repositories of models in the hub's cache folder, in the order of their names."""
+    """List the repositories of models in the hub's cache folder, in the order of their names."""
     folders = (path.name.split("--", 2) for path in cache_dir().glob("models--*--*"))
     return sorted(f"{owner}/{name}" for _models, owner, name in folders)
 
 
 def _revisions(repo: str) -> list[dict[str, Path]]:
-    """The .gguf files in the cache folder by their names, a dictionary a revision: main, and then the newest."""
+    """List the .gguf files in the cache folder by name, a dictionary a revision: main, and then the newest."""
     folder = repo_dir(repo)
     ref = folder / "refs" / "main"
     main = ref.read_text(encoding="utf-8").strip() if ref.is_file() else ""
@@ -167,21 +167,21 @@ def _revisions(repo: str) -> list[dict[str, Path]]:
 
 
 def _copies(model: HubModel) -> Iterator[list[Path]]:
-    """The files of a model in the cache folder, once for each revision that has all of them."""
+    """Yield the files of a model in the cache folder, once for each revision that has all of them."""
     for here in _revisions(model.repo):
         with suppress(HubError):
             yield [here[name] for name in model.files(here)]
 
 
 def _ggufs(snapshot: Path) -> Iterator[tuple[str, Path]]:
-    """A link without its file is left by programs that tidied up, and is no file."""
+    """Yield the .gguf files of a snapshot. A link without its file, left by programs that tidied up, is none."""
     for path in sorted(snapshot.rglob("*.gguf")):
         if path.is_file():
             yield path.relative_to(snapshot).as_posix(), path
 
 
 def models_of(repo: str) -> dict[str, list[Path]]:
-    """What `list` shows of a repository in the cache folder: each model by its name, and its files."""
+    """Return each model of a repository in the cache folder by its name, and its files, as `list` shows them."""
     names = sorted({name for here in _revisions(repo) for name in here if _part(name) in (None, 1)})
     found = {str(model): next(_copies(model), None) for model in (HubModel(repo, name) for name in names)}
     return {name: paths for name, paths in found.items() if paths is not None}

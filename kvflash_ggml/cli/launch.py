@@ -207,7 +207,7 @@ def _given(url: str | None, port: int) -> Iterator[str]:
 
 @contextmanager
 def _server(model: Path, key: str, port: int) -> Iterator[str]:
-    """The address of a new server, which ends with the program. ClickException if it does not come up."""
+    """Start a server that ends with the program, and yield its address. ClickException if it does not come up."""
     line = [sys.executable, "-m", "kvflash_ggml", "serve", str(model), "--host", "127.0.0.1", "-q"]
     line += ["--port", str(port)]
     keys = {} if key == "none" else {"KVFLASH_API_KEY": key}
@@ -240,7 +240,7 @@ def _drop(lines: TextIO) -> None:
 
 
 def _served(url: str, key: str) -> Served:
-    """What is served at an address. ClickException if nothing is."""
+    """Ask what is served at an address. ClickException if nothing is."""
     request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
     try:
         with urllib.request.urlopen(request, timeout=_SECONDS) as reply:
@@ -263,7 +263,9 @@ def _is_loaded(entry: dict[str, Any]) -> bool:
 
 
 def _run(line: list[str], environment: dict[str, str]) -> int:
-    """The program's exit code, as a shell tells it. Ctrl-C is the program's: it may mean something else there."""
+    """Run the program. Return its exit code as a shell has it. Ctrl-C is the program's: it may mean something else
+    there.
+    """
     before = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
         code = subprocess.run(line, env=environment, check=False).returncode

@@ -180,7 +180,7 @@ ANSWERED: dict[tuple[str, ...], str] = {
 
 
 def llama_flags(function: F) -> F:
-    """A decorator that adds them to a command, hidden, less what the decorators below it have added."""
+    """Add llama.cpp's flags to a command, hidden, less those that the decorators below have added."""
     own = {name for param in getattr(function, "__click_params__", ()) for name in param.opts}
     for name in TAKEN:
         function = _hidden(name, is_flag=True)(function)
@@ -195,7 +195,7 @@ def llama_flags(function: F) -> F:
 
 
 def _hidden(*names: str, **attributes: Any) -> Callable[[F], F]:
-    """The parameter has a name that no argument of ours has, as `path`."""
+    """Make a hidden option, whose parameter has a name that no argument of ours has, as `path`."""
     own = "llama" + re.sub(r"\W", "_", names[0])
     return click.option(*names, own, hidden=True, expose_value=False, allow_from_autoenv=False, **attributes)
 

@@ -110,7 +110,7 @@ class DefaultRun(Verbs):
         return super().parse_args(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
-        """Verbs and options, those of `run` too; where none begins so, the shell completes files."""
+        """Complete verbs and options, those of `run` too; where none begins so, the shell completes files."""
         from click.shell_completion import CompletionItem
 
         run = self.commands["run"]
@@ -120,7 +120,7 @@ class DefaultRun(Verbs):
 
 
 def _is_word(text: str) -> bool:
-    """Could it be a mistyped verb? A path has a dot or a slash, or is there."""
+    """Tell whether a text could be a mistyped verb. A path has a dot or a slash, or is there."""
     return text.isalpha() and not Path(text).exists()
 
 

@@ -33,7 +33,7 @@ _snapshot = in_section("Snapshot")
 
 
 def read_layers(text: str) -> int | Literal["auto"]:
-    """A number of layers, 'all' (-1) or 'auto'. ValueError for any other text."""
+    """Read a number of layers, 'all' (-1) or 'auto'. ValueError for any other text."""
     word = text.strip().lower()
     if word == "auto":
         return "auto"
@@ -48,7 +48,7 @@ MOST_PARALLEL = 256
 
 
 def read_parallel(text: str) -> int | Literal["auto"]:
-    """A number of answers, or 'auto'. ValueError for any other text."""
+    """Read a number of answers, or 'auto'. ValueError for any other text."""
     word = text.strip().lower()
     if word == "auto":
         return "auto"
@@ -58,7 +58,7 @@ def read_parallel(text: str) -> int | Literal["auto"]:
 
 
 def read_scaled(text: str) -> tuple[str, float]:
-    """A file and its weight, as adapter.gguf:0.5. ValueError for any other text."""
+    """Read a file and its weight, as adapter.gguf:0.5. ValueError for any other text."""
     path, _, weight = text.rpartition(":")
     try:
         scale = float(weight) if path else math.nan
@@ -78,7 +78,7 @@ _KINDS: dict[str, Callable[[str], bool | int | float | str]] = {
 
 
 def read_override(text: str) -> tuple[str, bool | int | float | str]:
-    """A field and its value, as qwen3.context_length=int:65536. ValueError for any other text."""
+    """Read a field and its value, as qwen3.context_length=int:65536. ValueError for any other text."""
     key, _, typed = text.partition("=")
     kind, colon, value = typed.partition(":")
     if not (key and colon) or kind not in _KINDS:
@@ -154,7 +154,7 @@ class WeightOptions:
     )  # fmt: skip
 
     def settings(self) -> dict[str, Any]:
-        """Keywords of `Llama` for what was given, less the layers on the GPU."""
+        """Return keywords of `Llama` for what was given, less the layers on the GPU."""
         return _given(
             use_extra_bufts=None if self.repack else False,
             use_mmap=None if self.mmap else False,
@@ -186,7 +186,7 @@ class ModelOptions(WeightOptions, RopeOptions, ContextOptions):
     )  # fmt: skip
 
     def settings(self) -> dict[str, Any]:
-        """Keywords of `Llama` for what was given, less the layers on the GPU and RoPE, see `for_model`."""
+        """Return keywords of `Llama` for what was given, less the layers on the GPU and RoPE, see `for_model`."""
         return WeightOptions.settings(self) | _given(
             n_ctx=self.ctx_size,
             flash_attn=self.flash_attn != "off",
@@ -297,7 +297,7 @@ class PoolOptions(PoolSettings):
     fields: dict[str, Any]
 
     def config(self) -> KVFlashConfig | None:
-        """The pool's settings, or None when it is off."""
+        """Return the pool's settings, or None when it is off."""
         asked = notation.pool(self.kvflash)
         if asked is None:
             return None
@@ -306,7 +306,7 @@ class PoolOptions(PoolSettings):
         return KVFlashConfig(**asked, **self.fields | {"spec": drafts})
 
     def prefix_cache(self) -> PrefixCache | None:
-        """Where texts that were read are kept for later runs, or None."""
+        """Return where texts that were read are kept for later runs, or None."""
         if self.kvflash == "off" or self.cache is None:
             return None
         return PrefixCache(folder=self.cache, disk_bytes=self.cache_size)
@@ -330,7 +330,7 @@ class SpecOptions:
     fields: dict[str, Any]
 
     def over(self, config: SpecConfig | None) -> SpecConfig | None:
-        """What the types of drafts say, and these options. A file without types is one of `auto`.
+        """Combine the types of drafts with these options. A file without types is one of `auto`.
 
         ConfigError for options that would change nothing.
         """
@@ -357,7 +357,7 @@ def _refuse_removed(ctx: click.Context, param: click.Parameter, value: object) -
 
 
 def spec_options(function: F) -> F:
-    """A decorator that adds the options of drafts, and passes them as `drafts`."""
+    """Add the options of drafts to a command, and pass them as `drafts`."""
     for name in REMOVED:
         function = option("Speculative decoding")(
             name, hidden=True, expose_value=False, allow_from_autoenv=False, callback=_refuse_removed
@@ -374,7 +374,7 @@ SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
 
 
 def read_shares(text: str) -> list[float]:
-    """A share for each device, as 3,1. ValueError for any other text."""
+    """Read a share for each device, as 3,1. ValueError for any other text."""
     try:
         shares = [float(part) for part in text.replace("/", ",").split(",")]
     except ValueError:
@@ -385,7 +385,7 @@ def read_shares(text: str) -> list[float]:
 
 
 def read_margins(text: str) -> int | dict[str, int]:
-    """MiB, for all devices or by name, as bytes. ValueError for any other text."""
+    """Read MiB, for all devices or by name, and return bytes. ValueError for any other text."""
     parts = [part.rpartition("=") for part in text.split(",")]
     named = {name: size for name, _, size in parts if name}
     well = all(size.isdecimal() and bool(name) is bool(equal) for name, equal, size in parts)
@@ -399,7 +399,7 @@ def read_margins(text: str) -> int | dict[str, int]:
 
 
 def read_memory(text: str) -> dict[str, int]:
-    """Bytes by the names of devices, of CUDA0=24G,CPU=64G. ValueError for any other text."""
+    """Read bytes by the names of devices, as CUDA0=24G,CPU=64G. ValueError for any other text."""
     parts = [part.partition("=") for part in text.split(",")]
     if not all(name for name, _, _ in parts) or len({name for name, _, _ in parts}) < len(parts):
         raise ValueError(f"{text!r} does not say which device has how much: CUDA0=24G, or CUDA0=24G,CPU=64G")
@@ -451,7 +451,7 @@ class DeviceOptions:
         return self.split_mode in ("none", "layer")
 
     def settings(self) -> dict[str, Any]:
-        """The keywords of `Llama` that say so; none for what is left to llama.cpp."""
+        """Return the keywords of `Llama` that say so; none for what is left to llama.cpp."""
         overrides = [*chain(*self.override_tensor), *([(EXPERTS, HOST)] if self.cpu_moe else [])]
         return _given(
             device=self.device,
@@ -479,7 +479,7 @@ def _list(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
 
 
 def device_options(function: F) -> F:
-    """A decorator that adds the options of devices and `--list-devices`, and passes the former as `devices`."""
+    """Add the options of devices and `--list-devices` to a command, and pass the former as `devices`."""
     listing = option("Devices")(
         "--list-devices",
         is_flag=True,
@@ -505,7 +505,7 @@ class OpeningOptions:
 
 
 def opening_options(function: F) -> F:
-    """A decorator that adds these options, and passes them as `opening`."""
+    """Add these options to a command, and pass them as `opening`."""
 
     @wraps(function)
     def call(*, loading: Any, devices: Any, pool: Any, drafts: Any, **others: Any) -> Any:

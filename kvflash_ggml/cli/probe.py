@@ -64,7 +64,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def decode(model: str) -> dict[str, Any]:
-    """A few tokens in a pool; with a small file or a GPU the text is longer than the pool."""
+    """Decode a few tokens in a pool; with a small file or a GPU the text is longer than the pool."""
     from kvflash_ggml import Llama
 
     gpu = library.supports_gpu_offload()
@@ -108,7 +108,7 @@ def decode(model: str) -> dict[str, Any]:
 
 
 def placement(model: str) -> dict[str, Any]:
-    """What would go where for the whole context, with a pool if the model can have one."""
+    """Predict what would go where for the whole context, with a pool if the model can have one."""
     settings: dict[str, Any] = {"n_ctx": 0, "flash_attn": True}
     settings |= {"fit": True} if library.supports_gpu_offload() else {"n_gpu_layers": 0}
     try:
@@ -118,7 +118,7 @@ def placement(model: str) -> dict[str, Any]:
 
 
 def facts(path: str) -> dict[str, Any]:
-    """What a model file says of itself. Bytes are of an f16 cache."""
+    """Read what a model file says of itself. Bytes are of an f16 cache."""
     import llama_cpp
     from llama_cpp import _internals as internals
 
@@ -177,7 +177,7 @@ def take(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 def lost(
     before: Sequence[Device], after: Sequence[Device], counted: Sequence[Needs], staging: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Of each device but the host that something of ours is on. staging: bytes by name, which no measure has."""
+    """Compare each device but the host that has something of ours. staging: bytes by name, which no measure has."""
     from ..config import Fit
     from ..placement import memory
 

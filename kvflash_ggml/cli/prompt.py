@@ -78,13 +78,13 @@ def read_prompt(words: str | None, prompt: str | None, files: Sequence[Path], *,
 
 
 def _joined(texts: Iterable[str]) -> str:
-    """Each text but the last ends its line."""
+    """Join texts, so that each but the last ends its line."""
     *first, last = texts
     return "".join(text if text.endswith("\n") else f"{text}\n" for text in first) + last
 
 
 def read_text(path: Path) -> str:
-    """A file's text. Raises ValueError if it is not UTF-8, or has more than MOST_TEXT bytes."""
+    """Read a file's text. ValueError if it is not UTF-8, or has more than MOST_TEXT bytes."""
     with path.open("rb") as file:
         return _text(file, str(path))
 
@@ -104,7 +104,7 @@ def _bounded(file: BinaryIO, name: str, most: int) -> bytes:
 
 
 def with_media(files: Sequence[Path], text: str) -> str | list[dict[str, Any]]:
-    """The content of a message that has images and sounds before its text. OSError for a file that cannot be read."""
+    """Make the content of a message with images and sounds before its text. OSError for a file that cannot be read."""
     if not files:
         return text
     parts: list[dict[str, Any]] = []
@@ -120,7 +120,7 @@ def with_media(files: Sequence[Path], text: str) -> str | list[dict[str, Any]]:
 
 
 def as_typed(words: str | None, what: str) -> str | None:
-    """Words of the command line, in UTF-8 whatever the locale says. Raises ValueError if they are not."""
+    """Read words of the command line as UTF-8, whatever the locale says. ValueError if they are not."""
     try:
         (words or "").encode()
     except UnicodeEncodeError:  # bytes that the locale has no letters for

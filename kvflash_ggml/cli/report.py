@@ -49,7 +49,7 @@ def package_version() -> str:
 
 
 def version_line() -> str:
-    """Package, llama.cpp, ggml, and what the build can compute on."""
+    """Name the package, llama.cpp, ggml, and what the build can compute on."""
     name = f"kvflash-run {__version__}"
     try:
         info = library.build_info()

@@ -42,7 +42,7 @@ class RopeOptions:
     yarn_beta_fast: float | None = _rope(float, least=-1, help="YaRN: low correction dimension, beta.")
 
     def rope_settings(self) -> dict[str, Any]:
-        """Keywords of `Llama` for what was given. UsageError for a contradiction."""
+        """Return keywords of `Llama` for what was given. UsageError for a contradiction."""
         scale = self.rope_freq_scale
         if self.rope_scale is not None:
             if scale is not None:
@@ -61,7 +61,7 @@ class RopeOptions:
         return {name: value for name, value in given.items() if value is not None}
 
     def for_model(self, path: str, n_ctx: int, *, quiet: bool = False) -> dict[str, Any]:
-        """Keywords of `Llama` for a context of so many tokens, 0 for as many as the model was trained for.
+        """Return keywords of `Llama` for a context of `n_ctx` tokens, 0 for as many as the model was trained for.
 
         Notes on stderr which factor a longer context would need. UsageError for --yarn where nothing is stretched, or
         beside other settings.
@@ -84,7 +84,7 @@ class RopeOptions:
 
 
 def _trained(path: str) -> tuple[int, int]:
-    """The length of the training, before any scaling that the model brings, and the context that it is made for.
+    """Read the length of the training, before any scaling of the model's own, and the context that it is made for.
 
     0 where the file does not say it, or cannot be read: that error is told when the model is loaded.
     """

@@ -36,13 +36,13 @@ class SectionOption(click.Option):
         self.section = section or "Other"
 
     def get_error_hint(self, ctx: click.Context | None) -> str:
-        """The option, and its variable where the value comes from there."""
+        """Name the option, and its variable where the value comes from there."""
         hint = super().get_error_hint(ctx)
         source = None if ctx is None or self.name is None else ctx.get_parameter_source(self.name)
         return f"{hint} (from {self.envvar})" if source is click.core.ParameterSource.ENVIRONMENT else hint
 
     def get_help_extra(self, ctx: click.Context) -> Any:
-        """Without the range: an error names it, and the help stays readable."""
+        """Leave out the range: an error names it, and the help stays readable."""
         extra = super().get_help_extra(ctx)
         extra.pop("range", None)
         return extra
@@ -73,7 +73,7 @@ class SectionCommand(click.Command):
             )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click does, with a warning for a value that a later one replaces."""
+        """Parse as click does, with a warning for a value that a later one replaces."""
         if not ctx.resilient_parsing:
             args = self._words(ctx, args)
         given = Counter(self.make_parser(ctx).parse_args(args=[*args])[2]) if not ctx.resilient_parsing else {}
@@ -181,7 +181,7 @@ class Number(click.FloatRange):
 
 
 def option(section: str) -> Callable[..., Callable[[F], F]]:
-    """`click.option` for one section."""
+    """Make `click.option` for one section."""
 
     def make(*declarations: str, **attributes: Any) -> Callable[[F], F]:
         return click.option(*declarations, cls=SectionOption, section=section, **attributes)
@@ -190,12 +190,12 @@ def option(section: str) -> Callable[..., Callable[[F], F]]:
 
 
 def json_option(what: str) -> Callable[[F], F]:
-    """The option --json of a verb that lists things. what: the things, as "an object per file"."""
+    """Make the option --json of a verb that lists things. what: the things, as "an object per file"."""
     return click.option("--json", "as_json", is_flag=True, help=f"One JSON document on stdout: a list, {what}.")
 
 
 def prune_options(what: str) -> Callable[[F], F]:
-    """The options of a verb that removes things of a kind `what` by age or size."""
+    """Make the options of a verb that removes things of a kind `what` by age or size."""
 
     def decorate(function: F) -> F:
         for one in (
@@ -217,7 +217,7 @@ def prune_options(what: str) -> Callable[[F], F]:
 
 
 def collected(name: str, into: type[Any], *, also: type[Any] | None = None) -> Callable[[F], F]:
-    """A decorator that makes options of the settings of the dataclass `into`, and passes one `into` as `name`.
+    """Make options of the settings of the dataclass `into`, and pass one `into` as `name`.
 
     also: a dataclass whose settings become options too; `into` gets their values as one dictionary `fields`.
     """
@@ -246,7 +246,7 @@ def _option(field: str, one: Setting) -> Callable[[F], F]:
 
 
 def _attributes(field: str, one: Setting) -> dict[str, Any]:
-    """What `click.option` is told of a setting."""
+    """Return the arguments of `click.option` for a setting."""
     variable = one.variable_of(field)
     found: dict[str, Any] = {"envvar": variable or None, "allow_from_autoenv": bool(variable)}
     found["default"] = None if one.many else one.default

@@ -112,7 +112,7 @@ def serve(
 
 
 def _model_of(ctx: click.Context, path: str | None, server: ServerOptions) -> str | HubModel:
-    """The argument, `-m` or `-hf`; "" with a folder of models. UsageError for two of them, or none.
+    """Return the argument, `-m` or `-hf`; "" with a folder of models. UsageError for two of them, or none.
 
     A variable gives way to the command line.
     """

@@ -33,7 +33,7 @@ CHATML = "chatml"
 
 
 def read_template(text: str) -> str:
-    """A Jinja template, or the name of the one that llama.cpp has. ValueError for any other text."""
+    """Read a Jinja template, or the name of one that llama.cpp has. ValueError for any other text."""
     if text != CHATML and "{%" not in text and "{{" not in text:
         raise ValueError(
             f"{text[:40]!r} is no Jinja template, and {CHATML} is the only name of one: --chat-template-file reads one"
@@ -111,7 +111,7 @@ class ServerOptions:
     fields: dict[str, Any]
 
     def embedding(self) -> int:
-        """Tokens of a text to leave memory for; 0 without embeddings. UsageError for a contradiction."""
+        """Return the tokens of a text to leave memory for; 0 without embeddings. UsageError for a contradiction."""
         if self.embeddings and self.reranking:
             raise click.UsageError("--embeddings and --reranking need different models: start a server for each")
         if self.pooling is not None and not self.embeddings:
@@ -124,11 +124,11 @@ class ServerOptions:
         return None if self.sleep_idle_seconds < 0 else self.sleep_idle_seconds
 
     def template(self) -> str | None:
-        """The chat template that takes the place of the model's own. UsageError for a file that cannot be read."""
+        """Read the chat template that replaces the model's own. UsageError for a file that cannot be read."""
         return self.chat_template if self.chat_template_file is None else _text(self.chat_template_file)
 
     def settings(self, model: str | HubModel, sampling: Sampling) -> ServerSettings:
-        """The server's settings, for the model. UsageError for a file of keys that has none, or cannot be read."""
+        """Return the server's settings for the model. UsageError for a file of keys that is empty or unreadable."""
         alias, *others = self.alias or (Path(model).stem if isinstance(model, str) else str(model),)
         return ServerSettings(alias=alias, aliases=tuple(others), keys=self._keys(), sampling=sampling, **self.fields)
 
@@ -211,7 +211,7 @@ def serve_model(
 
 @contextmanager
 def _open(job: Job, path: str) -> Iterator[Any]:
-    """The loaded model. One that cannot decode several answers together is opened for one at a time, with a note."""
+    """Open the model. One that cannot decode several answers together is opened for one at a time, with a note."""
     server = job.server
     served = {"embedding": server.embedding(), "pool_share": server.pool_share}
     together = {"parallel": server.parallel, "deterministic_batch": server.deterministic_batch}

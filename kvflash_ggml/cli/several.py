@@ -129,7 +129,7 @@ class Process:
         return self._process.returncode is None and not system.has_ended(self._process.pid)
 
     async def stop(self) -> None:
-        """Returns when the process has ended."""
+        """Stop the process, and return when it has ended."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:

@@ -61,7 +61,7 @@ def main(library: str, seconds: int, memory: int, rate: int) -> int:
 
 
 def _listening(rate: int) -> ctypes.Array[ctypes.c_uint64] | None:
-    """What the decoder takes for a model that hears so many samples in a second; None for 0.
+    """Make what the decoder takes for a model that hears `rate` samples in a second; None for 0.
 
     It asks its model for nothing else, and a whole one would have to be loaded here. It follows a pointer, and reads a
     number behind that, wherever they lie: here all pointers lead to numbers, and all numbers are the rate.

@@ -57,7 +57,7 @@ class Sound:
 
 
 def is_sound(data: bytes) -> bool:
-    """Does llama.cpp take a file for sound, by how it begins? WAV, MP3 or FLAC."""
+    """Tell whether llama.cpp takes a file for sound, by how it begins: WAV, MP3 or FLAC."""
     if len(data) < 12:
         return False
     wav, mp3 = data[:4] == b"RIFF" and data[8:12] == b"WAVE", data[0] == 0xFF and data[1] >= 0xE0
@@ -65,7 +65,7 @@ def is_sound(data: bytes) -> bool:
 
 
 def decode(data: bytes, libmtmd: Path | str, *, limits: Limits | None = None, rate: int = 0) -> Pixels | Sound:
-    """What is in a file, as llama.cpp's own decoder reads it: PNG, JPEG, GIF, BMP and a few more; WAV, MP3 and FLAC.
+    """Decode a file as llama.cpp does: PNG, JPEG, GIF, BMP and a few more; WAV, MP3 and FLAC.
 
     Another process decodes, with bounds on its time and memory, so that a hostile file ends that one at worst.
     libmtmd: the library with the decoder, KVFlashError if it cannot be loaded. limits: `Limits()` unless given. rate:
@@ -113,7 +113,9 @@ def _sound(data: bytes, libmtmd: Path | str, seconds: int, rate: int) -> Sound:
 
 
 def _run(data: bytes, libmtmd: Path | str, most: int, memory: int, rate: int) -> tuple[int, int, bytes]:
-    """Two numbers that the program writes, 0 where it fails, and what follows: one byte more than `most` at most."""
+    """Run the decoder. Return the two numbers that it writes, 0 where it fails, and at most `most` + 1 bytes after
+    them.
+    """
     command = [sys.executable, "-I", "-S", str(_PROGRAM), str(libmtmd), str(SECONDS), str(memory + _BESIDE), str(rate)]
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
     with tempfile.TemporaryFile() as file:

@@ -32,7 +32,7 @@ MUTUAL: it goes on by one, and the rows of the medium see each other."""
 
 
 def numbers_of(key: bytes, count: int, advances: Int32s | None = None, *, mutual: bool = False) -> Int32s:
-    """The numbers of a medium of `count` rows, [count], each negative.
+    """Return the numbers of a medium of `count` rows, [count], each negative.
 
     key: names the medium and its encoder. advances: how far the position goes on behind each row, [count], 0 to MOST;
     None: by one. mutual: the rows see each other, and the position goes on by one.
@@ -46,7 +46,7 @@ def numbers_of(key: bytes, count: int, advances: Int32s | None = None, *, mutual
 
 
 def advances_of(text: Int32s) -> Int32s:
-    """How far the position goes on behind each row of a text, [n]: by one behind a token."""
+    """Return how far the position goes on behind each row of a text, [n]: by one behind a token."""
     kinds = np.where(text < 0, text & _KIND, _ONE)
     advances: Int32s = np.where(kinds == _JUMPS, text & np.int32(MOST), kinds != _STAYS).astype(np.int32)
     return advances
@@ -103,14 +103,14 @@ class MediaRows:
         self._fresh: set[bytes] = set()
 
     def begin(self) -> None:
-        """A request begins: the media that are expected from here on stay until the next one begins."""
+        """Begin a request: the media that are expected from here on stay until the next one begins."""
         self._fresh.clear()
         for key in [key for key, span in self._spans.items() if span.part is None]:
             self._drop(key)
 
     def expect(self, medium: Medium, encode: Callable[[], Floats | None] | None) -> None:
-        """A text may have these rows. encode: called when the first of them is read, unless their embeddings are kept;
-        makes them, [count, width], or None if it no longer can. None for what cannot.
+        """Expect these rows in a text. encode: called when the first of them is read, unless their embeddings are kept.
+        It makes them, [count, width], or returns None if it no longer can. None for what cannot.
         """
         self._fresh.add(medium.key)
         if (span := self._spans.get(medium.key)) is not None:
@@ -129,7 +129,7 @@ class MediaRows:
         return None if part is None else part.rows
 
     def _filled(self, span: _Span) -> Part | None:
-        """A medium with its embeddings."""
+        """Return a medium with its embeddings."""
         if span.part is None:
             rows = next((made for encode in span.encoders if (made := encode()) is not None), None)
             if rows is None:
@@ -161,7 +161,7 @@ class MediaRows:
         return number in self._places
 
     def rows(self, before: Int32s, numbers: Int32s) -> Part:
-        """Consecutive rows of one medium, which is encoded if need be.
+        """Return consecutive rows of one medium, which is encoded if need be.
 
         before: the text's last number before them, if there is one: two media may share a number, but not two in
         succession. KVFlashError for a medium that is not kept, DecodeError if its encoder fails, NotFinite if it makes
@@ -182,7 +182,7 @@ class MediaRows:
         )
 
     def stretches(self, text: Int32s) -> Iterator[int]:
-        """Where runs of tokens, and media, end in a text: positions in ascending order, the last one its length."""
+        """Yield where runs of tokens, and media, end in a text: ascending positions, the last one its length."""
         at, total = 0, len(text)
         borders = np.flatnonzero(np.diff(text < 0)) + 1
         for end in (*borders.tolist(), total):
@@ -193,7 +193,7 @@ class MediaRows:
             at = end
 
     def _rest(self, numbers: Int32s) -> int:
-        """How many of these rows are of the first one's medium; all where it is not known."""
+        """Count how many of these rows are of the first one's medium; all where it is not known."""
         for key, row in self._places.get(int(numbers[0]), ()):
             known = self._spans[key].medium.numbers[row : row + len(numbers)]
             if np.array_equal(known, numbers[: len(known)]):

@@ -13,7 +13,7 @@ HEADERS = tuple(Path(__file__).with_name(name) for name in ("kvf.h", "kvf_chat.h
 
 
 def declarations() -> str:
-    """The parts of the headers between the cdef markers, which cffi can parse as they stand."""
+    """Return the parts of the headers between the cdef markers, which cffi can parse as they stand."""
     texts = (header.read_text(encoding="utf-8") for header in HEADERS)
     return "".join(text.partition("// [cdef]")[2].partition("// [/cdef]")[0] for text in texts)
 

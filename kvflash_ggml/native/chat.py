@@ -11,7 +11,7 @@ from ._kvf import ffi, lib
 
 
 def open_template(source: str, *, bos: str, eos: str) -> tuple[Any, dict[str, bool]]:
-    """A chat template, and what it can do by llama.cpp's names. ConfigError for one that cannot be read."""
+    """Read a chat template. Return it, and what it can do by llama.cpp's names. Raise ConfigError if it has errors."""
     made, caps = ffi.new("kvf_chat **"), ffi.new("kvf_chat_text *")
     data = source.encode("utf-8", "replace")
     _check(lib.kvf_chat_open(data, len(data), _text(bos), _text(eos), made, caps))
@@ -19,7 +19,7 @@ def open_template(source: str, *, bos: str, eos: str) -> tuple[Any, dict[str, bo
 
 
 def render(template: Any, request: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """A chat as `kvf_chat.h` describes it, and the parser of its answers. ConfigError says what is wrong with it."""
+    """Render a chat as `kvf_chat.h` has it, and make the parser of its answers. ConfigError says what is wrong."""
     rendered, parser, data = ffi.new("kvf_chat_text *"), ffi.new("kvf_chat_parser **"), json.dumps(request).encode()
     _check(lib.kvf_chat_render(template, data, len(data), rendered, parser))
     return _taken(rendered), ffi.gc(parser[0], lib.kvf_chat_parser_close)
@@ -36,7 +36,7 @@ def schema_grammar(schema: Mapping[str, Any]) -> str:
 
 
 def parse(parser: Any, text: str) -> dict[str, Any]:
-    """The beginning of an answer as `kvf_chat.h` describes it."""
+    """Parse the beginning of an answer into what `kvf_chat.h` describes."""
     said, data = ffi.new("kvf_chat_text *"), text.encode("utf-8", "replace")
     _check(lib.kvf_chat_parse(parser, data, len(data), said))
     found: dict[str, Any] = _taken(said)

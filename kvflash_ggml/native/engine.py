@@ -375,7 +375,9 @@ class Engine:
         check(lib.kvf_state_keep(self._engine, seq))
 
     def put_state(self, end: int, *, seq: int) -> None:
-        """`set_state` with what `keep_state` has kept last, which stays kept. SnapshotError if there is nothing."""
+        """Set the state that `keep_state` kept last, as `set_state` does. It stays kept. SnapshotError if there is
+        none.
+        """
         check(lib.kvf_state_put(self._engine, seq, end))
 
     def argmax(self, rows: Sequence[int] | Int32s) -> Int32s:
@@ -430,7 +432,9 @@ class Engine:
         return int(value(lib.kvf_masses_read(self._engine, data, out.size, ticket), ticket))
 
     def masses_bytes(self, device: int) -> int:
-        """Bytes that masses take of a device by now, by its index in `info.devices`. They are kept for the next."""
+        """Return the bytes that masses take of a device by now, by its index in `info.devices`. The next masses reuse
+        them.
+        """
         return int(lib.kvf_masses_bytes(self._engine, device))
 
     # --- scoring on the host: beside a decode, on any thread
@@ -455,7 +459,9 @@ class Engine:
         return keys
 
     def index_size(self, units: Int32s) -> int:
-        """Bytes of the index row of a chunk. units: the KV heads in it, (pooled layer, KV head) [n, 2], ascending."""
+        """Return the bytes of the index row of a chunk. units: the KV heads in it, (pooled layer, KV head) [n, 2],
+        ascending.
+        """
         size = ffi.new("int64_t *")
         return int(value(lib.kvf_index_size(self._engine, len(units), _heads(units), size), size))
 
@@ -468,7 +474,9 @@ class Engine:
         self, units: Int32s, heads: Int32s, addresses: Addresses, rows: int, queries: Floats,
         threads: int,
     ) -> Floats:  # fmt: skip
-        """`score_keys` from the index rows at these addresses: `units` are those they were built for."""
+        """Score as `score_keys` does, from the index rows at these addresses. `units`: those that the rows were built
+        for.
+        """
         which = len(units), _heads(units)
         return self._score(lib.kvf_index_score, which, heads, addresses, rows, queries, threads)
 
@@ -520,11 +528,12 @@ class Engine:
         return engine is not None and bool(lib.kvf_check_lost(engine) != lib.KVF_STATUS_SUCCESS)
 
     def check_lost(self) -> None:
-        """DeviceLost if a server of its devices does not answer any more."""
+        """Raise DeviceLost if a server of its devices does not answer any more."""
         check(lib.kvf_check_lost(self._engine))
 
     def plain_copy(self, size: int, *, to_device: bool, device: int = 0) -> float:
-        """Seconds of one plain copy of `size` bytes between page-locked memory and a device, for benchmarks.
+        """Measure the seconds of one plain copy of `size` bytes between page-locked memory and a device, for
+        benchmarks.
 
         device: index in `info.devices`.
         """

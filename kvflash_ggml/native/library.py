@@ -110,7 +110,7 @@ def _shorten_spins() -> None:
 
 
 def library_folder() -> Path:
-    """The folder libllama is loaded from: ``KVFLASH_LIB_PATH`` if set, else the package's own."""
+    """Return the folder libllama is loaded from: ``KVFLASH_LIB_PATH`` if set, else the package's own."""
     override = env.lib_path()
     folder = override.expanduser().resolve() if override else _package_root() / "lib"
     if not (folder / f"{_PREFIX}llama{_SUFFIX}").is_file():
@@ -127,13 +127,15 @@ def library_folder() -> Path:
 
 
 def libllama_path() -> Path:
-    """libllama in `library_folder`."""
+    """Return the path of libllama in `library_folder`."""
     return library_folder() / f"{_PREFIX}llama{_SUFFIX}"
 
 
 def build_info() -> dict[str, Any]:
-    """What the installed build is made of: versions, patches, flags, backends, and flavour: "native" for CPUs like
-    that of the build, "portable" for all, "fixed" for CPUs with the instructions that its flags name.
+    """Return what the installed build is made of: versions, patches, flags, backends, and flavour.
+
+    The flavour is "native" for CPUs like that of the build, "portable" for all, and "fixed" for CPUs with the
+    instructions that its flags name.
 
     Once the library is loaded also `cpu_library`: the file that the CPU backend came from, of a portable build the
     variant that fits this CPU.
@@ -151,19 +153,19 @@ def build_info() -> dict[str, Any]:
 
 
 def cpu_library() -> str:
-    """The name of the file that the CPU backend of the loaded library came from."""
+    """Return the name of the file that the CPU backend of the loaded library came from."""
     load()
     extension = importlib.import_module(_EXTENSION)
     return Path(extension.ffi.string(extension.lib.kvf_cpu_library()).decode()).name
 
 
 def supports_gpu_offload() -> bool:
-    """Whether the loaded library has a GPU backend with a device to use."""
+    """Tell whether the loaded library has a GPU backend with a device to use."""
     return bool(gpu_devices())
 
 
 def gpu_devices() -> list[str]:
-    """The GPUs of this machine that the loaded library can use, by ggml's names; none of servers."""
+    """Return the GPUs of this machine that the loaded library can use, by ggml's names; none of servers."""
     load()
     ggml = ctypes.CDLL(None)
     ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
@@ -213,7 +215,7 @@ def ensure_gpu_offload(n_gpu_layers: int, *, installed: bool = False) -> None:
 
 
 def _package_root() -> Path:
-    """Where ``lib/`` is: with the compiled module, which an editable install keeps elsewhere."""
+    """Return the folder of ``lib/``: that of the compiled module, which an editable install keeps elsewhere."""
     spec = importlib.util.find_spec(_EXTENSION)
     if spec is not None and spec.origin is not None:
         return Path(spec.origin).resolve().parent.parent
@@ -322,7 +324,7 @@ def _import(name: str, libllama: Path) -> ModuleType:
 
 
 def _refuse_mismatch(llama_cpp: ModuleType, lib: Any, libllama: Path) -> None:
-    """Struct sizes are compared because llama_cpp passes these structs by value."""
+    """Compare struct sizes, because llama_cpp passes these structs by value."""
     chat = libllama.with_name(f"{_PREFIX}kvf_chat{_SUFFIX}")
     for path, has, needs in ((libllama, lib.kvf_abi(), lib.KVF_ABI), (chat, lib.kvf_chat_abi(), lib.KVF_CHAT_ABI)):
         if has != needs:

@@ -33,9 +33,9 @@ def _lib() -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def connected(endpoints: Sequence[Endpoint]) -> Iterator[None]:
-    """Connections to these servers. RemoteError if one cannot be used, UnsupportedError in a build without RPC.
+    """Connect to these servers. RemoteError if one cannot be used, UnsupportedError in a build without RPC.
 
-    An error within is RemoteError if one was lost: ggml says nothing of it, and what it answers for it is nothing.
+    An error within becomes RemoteError if a server was lost: ggml reports nothing, and answers with zeros.
     """
     from .status import check
 
@@ -64,7 +64,7 @@ def connected(endpoints: Sequence[Endpoint]) -> Iterator[None]:
 
 
 def _check_server(endpoint: Endpoint) -> None:
-    """Can it be used? ggml keeps the devices of an endpoint as they were when this process met it."""
+    """Check that a server can be used. ggml keeps the devices of an endpoint as they were when this process met it."""
     known = _met.get(str(endpoint))
     if known is None:
         remote.hello(endpoint)
@@ -76,7 +76,7 @@ def _check_server(endpoint: Endpoint) -> None:
 
 
 def served(endpoint: Endpoint) -> tuple[DeviceInfo, ...]:
-    """The devices of a connected server."""
+    """Return the devices of a connected server."""
     from .info import read_device
 
     ffi, lib = _lib()
@@ -98,7 +98,7 @@ class Speed:
 
 
 def measure(endpoint: Endpoint) -> Iterator[tuple[str, Speed]]:
-    """Of each device of a connected server its name, and how far it is. RemoteError if it dies of what a pool needs."""
+    """Yield the name and the distance of each device of a server. RemoteError if it dies of what a pool needs."""
     from .status import check
 
     ffi, lib = _lib()

@@ -43,7 +43,7 @@ _LINKED = {"ggml-base": 0, "ggml": 2, "llama": 3}
 
 
 def built_for(llama: ctypes.CDLL) -> list[str]:
-    """The CPU features that libllama's ggml was compiled for and that /proc/cpuinfo can confirm."""
+    """Return the CPU features that libllama's ggml was compiled for and that /proc/cpuinfo can confirm."""
     found = []
     for name in _FEATURES:
         with contextlib.suppress(AttributeError):  # no CPU backend yet: it is loaded later, as it fits the CPU
@@ -53,7 +53,7 @@ def built_for(llama: ctypes.CDLL) -> list[str]:
 
 
 def cpu() -> dict[str, str]:
-    """What the first processor says about itself, as /proc/cpuinfo names it; empty where there is no such file."""
+    """Read what /proc/cpuinfo says of the first processor, by its names; empty where there is no such file."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as file:  # only its beginning: it has a paragraph a core
             paragraph = itertools.takewhile(str.strip, file)
@@ -63,13 +63,13 @@ def cpu() -> dict[str, str]:
 
 
 def missing(features: Iterable[str]) -> list[str]:
-    """Which of them this CPU does not have, in capitals; none where that cannot be known."""
+    """Return the features that this CPU does not have, in capitals; none where that cannot be known."""
     flags = cpu().get("flags")
     return [] if flags is None else [name.upper() for name in features if _FEATURES[name] not in flags.split()]
 
 
 def explain(features: Sequence[str]) -> tuple[str, str]:
-    """Why a build for these features may crash here (or nothing), and the variables to build it again with."""
+    """Say why a build for these features may crash here (or nothing), and the variables to build it again with."""
     portable = 'CMAKE_ARGS="$CMAKE_ARGS -DGGML_NATIVE=OFF"'
     if lacking := missing(features):
         return f"it was built for {', '.join(lacking)}, which this CPU does not have", portable
@@ -79,7 +79,7 @@ def explain(features: Sequence[str]) -> tuple[str, str]:
 
 
 def explain_weights(buffer: str) -> tuple[str, str]:
-    """What has failed if products with weights in that extra buffer type of the CPU have, and what to do about it."""
+    """Say what has failed if products with weights in an extra buffer type of the CPU have, and what to do about it."""
     amx = "-mno-amx-tile -mno-amx-int8"
     build = f'build it again with CFLAGS="{amx}" CXXFLAGS="{amx}", or ' if buffer == "AMX" else ""
     remedy = f"{build}keep weights as the file has them: --no-repack, or use_extra_bufts=False of Llama"
@@ -87,7 +87,7 @@ def explain_weights(buffer: str) -> tuple[str, str]:
 
 
 def signal_name(status: int) -> str:
-    """The signal behind a child's negative exit status."""
+    """Name the signal behind a child's negative exit status."""
     try:
         return signal.Signals(-status).name
     except ValueError:
@@ -98,7 +98,7 @@ def signal_name(status: int) -> str:
 
 
 def tiny_model() -> bytes:
-    """A GGUF file: one layer of random Q8_0 weights, a vocabulary of bytes. Shapes fit every kernel, AMX included."""
+    """Make a GGUF file: one layer of random Q8_0 weights, a vocabulary of bytes. Shapes fit every kernel, AMX too."""
     width, hidden, vocabulary = 64, 128, 288
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += [f"<{n}>" for n in range(vocabulary - len(pieces))]
@@ -153,7 +153,7 @@ def _array(kind: int, values: list[bytes]) -> bytes:
 
 
 def load_order(files: Iterable[Path]) -> list[Path]:
-    """The libraries among the files, each after the libraries that it needs, so that no loader path has to be set."""
+    """Sort the libraries among the files, each after those that it needs, so that no loader path has to be set."""
 
     def rank(file: Path) -> int | None:
         name = file.name.removeprefix("lib").partition(".")[0]
@@ -163,12 +163,12 @@ def load_order(files: Iterable[Path]) -> list[Path]:
 
 
 def cpu_variants(files: Iterable[Path]) -> list[Path]:
-    """The CPU backends of a portable build. ggml loads one of them: together they would overlay each other."""
+    """Return the CPU backends of a portable build. ggml loads one of them: together they would overlay each other."""
     return sorted(file for file in files if file.name.removeprefix("lib").startswith("ggml-cpu-"))
 
 
 def to_open(files: Iterable[Path]) -> list[Path]:
-    """The libraries of a build to open, in this order. ggml opens the backends of a portable build itself."""
+    """Return the libraries of a build in the order to open them. ggml opens the backends of a portable build itself."""
     known = load_order(files)
     if not cpu_variants(known):
         return known
@@ -246,7 +246,7 @@ def check_weights(llama: ctypes.CDLL, say: Callable[..., None]) -> dict[str, int
 
 
 def _errors_only(level: int, text: bytes, _: object) -> None:
-    """llama.cpp's log, less what would hide the reason of a failure."""
+    """Write llama.cpp's log, less what would hide the reason of a failure."""
     if level == _LOG_ERROR:
         sys.stderr.write(text.decode(errors="replace"))
 
@@ -296,7 +296,7 @@ def decode(llama: ctypes.CDLL, model: str, *, off: Sequence[int] = ()) -> None:
 
 
 def _opaque(size: int) -> type[ctypes.Structure]:
-    """A structure of so many bytes, to be passed by value as it came."""
+    """Make the type of a structure of `size` bytes, to be passed by value as it came."""
     return type("Opaque", (ctypes.Structure,), {"_fields_": [("words", ctypes.c_uint64 * (size // 8))]})
 
 

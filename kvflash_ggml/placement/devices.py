@@ -49,7 +49,7 @@ class DeviceChoice:
     n_cpu_moe: int = 0
 
     def keywords(self) -> dict[str, Any]:
-        """What the constructor was asked for."""
+        """Return the keywords that the constructor was asked with."""
         return {"device": self.device, "override_tensor": self.override_tensor, "n_cpu_moe": self.n_cpu_moe}
 
 
@@ -81,7 +81,7 @@ def read(upstream: dict[str, Any], config: KVFlashConfig | None) -> DeviceChoice
 
 
 def parse_overrides(text: str) -> tuple[Override, ...]:
-    """`PATTERN=DEVICE,...`, as upstream writes it. ConfigError for anything else."""
+    """Read `PATTERN=DEVICE,...`, as upstream writes it. ConfigError for any other text."""
     out = []
     for part in text.split(","):
         pattern, found, where = part.rpartition("=")
@@ -94,7 +94,7 @@ def parse_overrides(text: str) -> tuple[Override, ...]:
 def place(
     path: str, choice: DeviceChoice, settings: dict[str, Any], endpoints: Sequence[Endpoint] = ()
 ) -> ModelArrays | None:
-    """The arrays that say so to llama.cpp, or None where all is left to it. ConfigError for what is not there.
+    """Make the arrays that say so to llama.cpp, or None where all is left to it. ConfigError for a device not there.
 
     endpoints: of servers that are connected; their devices come before this machine's, unless `device` says otherwise.
 
@@ -120,7 +120,7 @@ def place(
 
 
 def holders(choice: DeviceChoice, endpoints: Sequence[Endpoint]) -> tuple[str, ...] | None:
-    """The names of the devices that hold layers, None for llama.cpp's choice, which knows of no server.
+    """Return the names of the devices that hold layers, None for llama.cpp's choice, which knows of no server.
 
     ConfigError if anything is to go where it cannot.
     """
@@ -136,7 +136,7 @@ def holders(choice: DeviceChoice, endpoints: Sequence[Endpoint]) -> tuple[str, .
 
 
 def _known(endpoints: Sequence[Endpoint]) -> tuple[DeviceInfo, ...]:
-    """The devices of connected servers, and of this machine."""
+    """Return the devices of connected servers, and of this machine."""
     from ..native.devices import devices
     from ..native.remote import served
 
@@ -144,7 +144,7 @@ def _known(endpoints: Sequence[Endpoint]) -> tuple[DeviceInfo, ...]:
 
 
 def check_devices(use: Sequence[str], known: Sequence[DeviceInfo]) -> None:
-    """ConfigError unless these can hold layers."""
+    """Raise ConfigError unless these can hold layers."""
     names = [device.name for device in known if device.kind in ("gpu", "integrated")]
     for name in use:
         if name not in names:
@@ -156,13 +156,13 @@ def check_devices(use: Sequence[str], known: Sequence[DeviceInfo]) -> None:
 
 
 def check_shares(shares: Sequence[float]) -> None:
-    """ConfigError unless layers can be shared out so."""
+    """Raise ConfigError unless layers can be shared out so."""
     if len(shares) > MAX_DEVICES + 1 or not all(0 <= share < math.inf for share in shares):
         raise ConfigError(f"tensor_split={[*shares]}: a share for each device, {MAX_DEVICES + 1} at most, 0 or more")
 
 
 def check_overrides(overrides: Sequence[Override], known: Sequence[DeviceInfo]) -> None:
-    """ConfigError unless these can hold tensors."""
+    """Raise ConfigError unless these can hold tensors."""
     names = [device.name for device in known if device.kind != "other"]
     for pattern, where in overrides:
         if where not in names:
@@ -174,7 +174,7 @@ def _there_are(names: Sequence[str]) -> str:
 
 
 def default_devices(known: Sequence[DeviceInfo]) -> list[DeviceInfo]:
-    """Those that llama.cpp takes by itself, in its order: remote ones, then GPUs, else integrated ones."""
+    """Return the devices that llama.cpp takes by itself, in its order: remote ones, then GPUs, else integrated ones."""
     remote = [device for device in known if device.kind == "gpu" and device.backend == "RPC"]
     gpus, seen = [], set()
     for device in known:
@@ -185,7 +185,7 @@ def default_devices(known: Sequence[DeviceInfo]) -> list[DeviceInfo]:
 
 
 def slices(n_layers: int, n_gpu_layers: int, splits: Sequence[float]) -> list[range]:
-    """The layers of each device, as llama.cpp divides them; the output layer counts as number `n_layers`.
+    """Divide the layers among devices as llama.cpp does; the output layer counts as number `n_layers`.
 
     n_gpu_layers: -1 is all. splits: the share of each device, in any unit.
     """
@@ -209,7 +209,7 @@ def bounds_of(shares: Sequence[float], n: int) -> tuple[int, ...]:
 
 
 def in_turn(parts: Sequence[range], count: int) -> list[int]:
-    """The first layers of all parts, then the second ones, and so on: `count` of them, ascending."""
+    """Take the first layers of all parts, then the second ones, and so on: `count` of them, ascending."""
     rounds = chain.from_iterable(zip_longest(*parts))
     return sorted([layer for layer in rounds if layer is not None][:count])
 
@@ -233,13 +233,13 @@ def _share_experts(
 
 
 def experts(layers: Iterable[int], device: str) -> tuple[Override, ...]:
-    """The override that puts the experts of these layers on a device; none for no layers."""
+    """Make the override that puts the experts of these layers on a device; none for no layers."""
     numbers = "|".join(_ranges(sorted(set(layers))))
     return ((rf"^blk\.({numbers}){EXPERTS}", device),) if numbers else ()
 
 
 def _ranges(layers: list[int]) -> Iterator[str]:
-    """Alternatives that match these numbers. Whole tens are one each: 8, 9, 1[0-9], 2[0-3]."""
+    """Yield alternatives that match these numbers. Whole tens are one each: 8, 9, 1[0-9], 2[0-3]."""
     tens: dict[int, list[int]] = {}
     for layer in layers:
         tens.setdefault(layer // 10, []).append(layer % 10)

@@ -199,7 +199,7 @@ class Layouts:
         return np.eye(n + 1, dtype=np.bool_)
 
     def _first_kept(self, number: int, first: int, weights: Int64s, room: Int64s, experts: Experts) -> Int64s:
-        """[a, b]: the first layer of a range whose experts are on the device, which has `room` [a, b] for them."""
+        """Find [a, b]: the first layer of a range whose experts are on the device, which has `room` [a, b] for them."""
         n = len(weights)
         begins, ends = np.indices((n, n))
         if self.request.n_cpu_moe is not None:

@@ -161,7 +161,7 @@ class Bill:
         return replace(need, experts=moved, staging=need.kv if self._paged else 0)
 
     def _needs(self, device: Device, begin: int, end: int, cached: Sequence[Part], *, experts: int) -> Needs:
-        """cached: the layers whose caches are there. experts: bytes of weights beside the layers' dense ones."""
+        """Compute a device's needs. cached: the layers whose caches are there. experts: bytes beside dense weights."""
         here, n = self.parts[begin:end], len(self._sizes.layers)
         fixed = self._sizes.fixed.get(device.name, 0)
         return Needs(

@@ -45,7 +45,7 @@ def predict(
     overrides: Overrides = (),
     reserved: int = 0,
 ) -> tuple[Placement, tuple[Device, ...]]:
-    """The placement of a request, confirmed by a measure of it, and the devices. No byte of a weight is read.
+    """Place a request and confirm that by a measure. Return the placement and the devices. Reads no byte of a weight.
 
     model_params: llama_model_params, of which the devices count. context_params: llama_context_params, for what a
     request does not name; n_ctx may be 0. make_request: returns the request for a model of these sizes on these
@@ -82,7 +82,7 @@ def imagine(
     overrides: Overrides = (),
     reserved: int = 0,
 ) -> Placement:
-    """The same for devices that this machine need not have, the host last. An estimate, which nothing confirms.
+    """Place a request on devices that this machine need not have, the host last. Nothing confirms the estimate.
 
     Compute buffers are measured on this machine's CPU, and every device is taken to need as much.
     """
@@ -119,7 +119,7 @@ def _sketch(
     split: Sequence[float] | None,
     arrays: ModelArrays,
 ) -> Iterator[int]:
-    """The address of a model without its data, with weights where the arguments say.
+    """Load a model without its data, with weights where the arguments say, and yield its address.
 
     The load reads `arrays` and the split by their addresses, so that this frame has to keep them until it ends.
     """
@@ -144,14 +144,14 @@ def _check_names(fit: Fit, devices: Sequence[Device]) -> None:
 
 
 def _shapes(request: Request) -> list[tuple[int, int]]:
-    """Steps and pools that say how compute buffers grow."""
+    """Return steps and pools that say how compute buffers grow."""
     least, most = pool_range(request)
     ubatches = (request.n_ubatch,) if request.n_ubatch is not None else (512, 2048)
     return [(n_ubatch, pool) for n_ubatch in ubatches for pool in sorted({least, most})]
 
 
 def _measure(model: int, params: Any, request: Request, n_ubatch: int, pool: int) -> Measure:
-    """A full cache has no slots of a pool, but counts as one of as many."""
+    """Measure with a pool of so many slots. A full cache counts as a pool of as many."""
     whole = pool >= round_up(request.n_ctx, POOL_STEP)
     changed = copied(params, n_ubatch=n_ubatch, n_batch=max(n_ubatch, params.n_batch))
     cells = 0 if request.pool is None else pool
@@ -162,7 +162,7 @@ def _measure(model: int, params: Any, request: Request, n_ubatch: int, pool: int
 
 
 def sizes_of(model: int, params: Any, *, overrides: Overrides = ()) -> ModelSizes:
-    """Sizes of layers, output and embedding of the llama_model at this address, which may be without its data.
+    """Read sizes of layers, output and embedding of the llama_model at this address, which may be without its data.
 
     params: llama_context_params, of which n_ctx, n_batch, n_ubatch and types count. overrides: the user's own, with
     which the model was loaded.

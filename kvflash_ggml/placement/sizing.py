@@ -347,7 +347,7 @@ def warn_if_too_long(n_ctx: int, page_bytes: int, weights: int, host: Device) ->
 
 
 def copied(params: Any, **changes: Any) -> Any:
-    """Parameters with some fields changed."""
+    """Copy parameters, with some fields changed."""
     res = type(params).from_buffer_copy(params)
     for name, value in changes.items():
         setattr(res, name, value)
@@ -355,7 +355,7 @@ def copied(params: Any, **changes: Any) -> Any:
 
 
 def with_steps(model: Any, params: Any, *, n_batch: int, n_ubatch: int) -> Any:
-    """Parameters of a context of a llama_cpp LlamaModel, as upstream will set them when it knows how long that is."""
+    """Return a context's parameters as upstream will set them once it knows how long a LlamaModel's context is."""
     n_ctx = params.n_ctx or model.n_ctx_train()
     step = min(n_ctx, n_batch)
     return copied(params, n_ctx=n_ctx, n_batch=step, n_ubatch=min(step, n_ubatch))

@@ -12,7 +12,7 @@ COLUMNS = ("free", "weights", "KV", "state", "compute", "staging", "margin", "le
 
 
 def table(placement: Placement, devices: tuple[Device, ...]) -> str:
-    """Lines of text, sizes in MiB: a row by device, and what the rest of the numbers are."""
+    """Write lines of text, sizes in MiB: a row by device, and what the rest of the numbers are."""
     rows = [_row(need, device) for need, device in zip(placement.needs, devices, strict=True)]
     labels = [f"{device.name} {device.description}".strip()[:28] for device in devices]
     width = max(len("device"), *map(len, labels))
@@ -23,7 +23,7 @@ def table(placement: Placement, devices: tuple[Device, ...]) -> str:
 
 
 def summary(placement: Placement) -> str:
-    """One line: pool, KV type, step, and whether the pool is needed."""
+    """Write one line: pool, KV type, step, and whether the pool is needed."""
     kv = placement.type_k if placement.type_k == placement.type_v else f"{placement.type_k}/{placement.type_v}"
     whole = placement.pool >= placement.n_ctx
     cache = (
@@ -36,7 +36,7 @@ def summary(placement: Placement) -> str:
 
 
 def _row(need: Needs, device: Device) -> tuple[list[str], str]:
-    """KV with captured queries; compute with what something else takes; staging with what exact reading takes."""
+    """Write KV with captured queries; compute with what something else takes; staging with what exact reading takes."""
     numbers = {
         "free": need.free,
         "weights": need.weights,
@@ -60,7 +60,7 @@ def _what(need: Needs, device: Device) -> str:
 
 
 def spans(numbers: tuple[int, ...]) -> str:
-    """0-3, 7, 9-10."""
+    """Write numbers as 0-3, 7, 9-10."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and number == found[-1][1] + 1:
@@ -71,7 +71,7 @@ def spans(numbers: tuple[int, ...]) -> str:
 
 
 def options(placement: Placement) -> list[str]:
-    """The same for the command line of llama.cpp, as far as it knows of it."""
+    """Write a placement as options of llama.cpp's command line, as far as it has them."""
     words = ["-c", str(placement.n_ctx), "-ngl", str(placement.n_gpu_layers)]
     if placement.tensor_split is not None:
         words += ["-ts", ",".join(f"{share:g}" for share in placement.tensor_split)]
@@ -83,7 +83,7 @@ def options(placement: Placement) -> list[str]:
 
 
 def document(placement: Placement, devices: tuple[Device, ...]) -> dict[str, Any]:
-    """For JSON; sizes in bytes."""
+    """Describe a placement for JSON; sizes in bytes."""
     return {
         "n_ctx": placement.n_ctx,
         "pool": placement.pool,

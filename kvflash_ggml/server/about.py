@@ -45,18 +45,18 @@ async def models(front: Front, request: HttpRequest) -> Response:
 
 
 def entry(name: str, created: int, meta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """A model as OpenAI's clients know it, and what llama-server tells besides."""
+    """Describe a model as OpenAI's clients know it, with what llama-server tells besides."""
     return {"id": name, "object": "model", "created": created, "owned_by": "kvflash_ggml", "meta": dict(meta), **more}
 
 
 def _anthropics(entry: dict[str, Any]) -> dict[str, Any]:
-    """The same as Anthropic's clients know it."""
+    """Translate an entry into what Anthropic's clients know."""
     made = datetime.fromtimestamp(entry["created"], timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {"type": "model", "id": entry["id"], "display_name": entry["id"], "created_at": made}
 
 
 def listed(request: HttpRequest, entries: Sequence[dict[str, Any]]) -> Response:
-    """All models, or the one that is asked for. ApiError if there is no such model."""
+    """List all models, or the one that is asked for. ApiError if there is no such model."""
     wanted = request.path_params.get("model")
     anthropics = "anthropic-version" in request.headers
     if wanted is None and anthropics:
@@ -74,7 +74,7 @@ def listed(request: HttpRequest, entries: Sequence[dict[str, Any]]) -> Response:
 
 
 def unknown(wanted: str, names: Sequence[str]) -> ApiError:
-    """There is no model of this name."""
+    """Make the error for a name that no model has."""
     served = ", ".join(repr(name[:80]) for name in names[:8]) + ", ..." * (len(names) > 8)
     message = f"there is no model {wanted[:80]!r}: {served or 'none'} is served"
     return ApiError(404, message, code="model_not_found", param="model")

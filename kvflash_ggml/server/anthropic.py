@@ -63,14 +63,14 @@ async def messages(front: Front, http: HttpRequest) -> Response:
 
 
 async def count_tokens(front: Front, http: HttpRequest) -> Response:
-    """As many as `messages` would read. It takes no slot, and asks nothing of the engine's thread."""
+    """Count the tokens that `messages` would read. It takes no slot, and asks nothing of the engine's thread."""
     asked: MessagesRequest = await front.asked(http, MessagesRequest)
     chat = await front.work(http, _translated, front, http, asked)
     return JSONResponse({"input_tokens": await tokens_of(front, http, chat)})
 
 
 def _translated(front: Front, http: HttpRequest, asked: MessagesRequest) -> ChatRequest:
-    """The same as a chat. What is not understood is left out, and noted. ApiError names what is no such request."""
+    """Translate a request into a chat. What is not understood is left out, and noted. ApiError names what is wrong."""
     turns = Turns(sees=front.prompts.sees)
     for i, part in enumerate(parts_of(asked.system, "system")):
         text = text_of(part, "text", f"system.{i}")
@@ -92,7 +92,7 @@ def _translated(front: Front, http: HttpRequest, asked: MessagesRequest) -> Chat
 
 
 def _message(turns: Turns, added: list[dict[str, Any]], message: dict[str, Any], where: str) -> None:
-    """added: gets the tools that come with a message."""
+    """Add a message to the turns. added: gets the tools that come with it."""
     role, parts = role_of(message, where), parts_of(message.get("content"), f"{where}.content")
     if role == "system":
         turns.system("\n\n".join(filter(None, (_instruction(turns, added, part, where) for part in parts))))
@@ -125,7 +125,7 @@ def _block(turns: Turns, role: str, part: dict[str, Any], where: str) -> None:
 
 
 def _inside(part: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
-    """The text and images of a document or of a search result, its title before them. None for a file, and others."""
+    """Return the title, text and images of a document or of a search result. None for a file, and others."""
     source, kind = part.get("source"), kind_of(part)
     if kind == "search_result":
         names, content = ("title", "source"), part.get("content")
@@ -138,7 +138,7 @@ def _inside(part: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
 
 
 def _instruction(turns: Turns, added: list[dict[str, Any]], part: dict[str, Any], where: str) -> str:
-    """A part of a system message as text. Tools that Claude Code adds later are added to those at the front."""
+    """Return a part of a system message as text. Tools that Claude Code adds later join those at the front."""
     kind, tool = kind_of(part), part.get("tool")
     if kind == "text":
         return text_of(part, "text", f"{where}.content")
@@ -160,7 +160,7 @@ def _image(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _result(turns: Turns, part: dict[str, Any], where: str) -> Iterator[str | dict[str, Any]]:
-    """A part of a tool's result: what a tool has sent must not end the conversation for good."""
+    """Yield a part of a tool's result: what a tool has sent must not end the conversation for good."""
     kind = kind_of(part)
     if kind == "image" and turns.sees:
         yield _image(part)
@@ -176,7 +176,7 @@ def _result(turns: Turns, part: dict[str, Any], where: str) -> Iterator[str | di
 
 
 def _tools(turns: Turns, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Functions; tools that Anthropic's servers have themselves are left out."""
+    """Translate tools into functions; tools that Anthropic's servers have themselves are left out."""
     made, names = [], set()
     for i, tool in enumerate(tools):
         if "input_schema" not in tool:
@@ -208,7 +208,7 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _effort(asked: MessagesRequest) -> dict[str, Any]:
-    """Whether to think, and the form of the answer."""
+    """Return whether to think, and the form of the answer."""
     form = (asked.output_config or {}).get("format")  # once it was a field of its own
     given: dict[str, Any] = {"response_format": form_of(asked.output_format if form is None else form)}
     thinking = text_of(asked.thinking or {}, "type", "thinking", "")
@@ -242,7 +242,7 @@ class MessageAnswer(Answer):
     # --- as a stream
 
     def opening(self) -> bytes:
-        """How much was not read again is known at the end only."""
+        """Begin the message. How much was not read again is known at its end only."""
         return _event("message_start", message=self._message(Usage(prompt=self._prompt))) + self.ping()
 
     def ping(self, doing: str = "") -> bytes:
@@ -314,7 +314,7 @@ class MessageAnswer(Answer):
 
 
 def _usage(took: Usage) -> dict[str, Any]:
-    """Tokens of the prompt that were read, and those that were known. Each is kept, and none is told of as created."""
+    """Report the prompt's tokens that were read, and those that were known. All are kept; none counts as created."""
     return {
         "input_tokens": took.prompt - took.cached,
         "cache_creation_input_tokens": 0,

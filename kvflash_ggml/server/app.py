@@ -73,7 +73,7 @@ ANSWERS: Mapping[str, Endpoint] = {
 
 
 def make_app(front: Front, metrics: Metrics) -> Starlette:
-    """All endpoints, behind the guard."""
+    """Make the application of all endpoints, behind the guard."""
     logged: set[tuple[str, ...]] = set()
 
     def route(path: str, endpoint: Endpoint, *methods: str) -> Route:
@@ -124,7 +124,7 @@ def make_app(front: Front, metrics: Metrics) -> Starlette:
 
 
 def guarded(routes: Sequence[Route], settings: ServerSettings) -> Starlette:
-    """An application of these routes, behind the guard."""
+    """Make an application of these routes, behind the guard."""
     return Starlette(
         routes=routes,
         middleware=[

@@ -62,7 +62,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _whole(data: bytes | bytearray) -> bytes | bytearray:
-    """The same with U+FFFD for each half of a surrogate pair."""
+    """Replace each half of a surrogate pair by U+FFFD."""
     if b"\\u" not in data:
         return data
     halves = [found.start(1) for found in _SURROGATES.finditer(data.replace(b"\\\\", b"__")) if found[1]]

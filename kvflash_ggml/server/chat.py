@@ -37,20 +37,20 @@ async def chat(front: Front, http: HttpRequest) -> Response:
 
 
 async def input_tokens(front: Front, http: HttpRequest) -> Response:
-    """As many as `chat` would read. It takes no slot."""
+    """Count the tokens that `chat` would read. It takes no slot."""
     asked: ChatRequest = await front.asked(http, ChatRequest)
     return counted(await tokens_of(front, http, asked))
 
 
 def counted(tokens: int) -> Response:
-    """A number of tokens as OpenAI's interface has it; llama-server answers so for chats too."""
+    """Answer with a number of tokens as OpenAI's interface has it; llama-server answers so for chats too."""
     return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
 
 async def prepared(
     front: Front, http: HttpRequest, asked: ChatRequest, *, kind: str = "chatcmpl"
 ) -> tuple[list[Request], Rendered]:
-    """What a chat comes to: a request for each of its answers, and how these are read. ApiError.
+    """Prepare a chat: a request for each of its answers, and how these are read. ApiError.
 
     kind: what the identifiers of the requests begin with.
     """
@@ -84,7 +84,7 @@ async def prepared(
 
 
 def _unheard(asked: ChatRequest) -> list[str]:
-    """Fields of the answer's beginning that ask for another one than it has: a last answer is always gone on with."""
+    """Return fields that ask for another beginning than the answer has: a last answer is always gone on with."""
     goes_on, begins = asked.continue_final_message, asked.add_generation_prompt
     if goes_on and begins:
         raise invalid("add_generation_prompt", "it excludes continue_final_message: leave it out")
@@ -95,17 +95,17 @@ def _unheard(asked: ChatRequest) -> list[str]:
 
 
 def _continued(messages: Sequence[Message]) -> bool:
-    """Is the last message an answer that has begun?"""
+    """Tell whether the last message is an answer that has begun."""
     return messages[-1].role == "assistant" and not messages[-1].tool_calls
 
 
 async def tokens_of(front: Front, http: HttpRequest, asked: ChatRequest) -> int:
-    """How many tokens the prompt of a chat has."""
+    """Count the tokens of a chat's prompt."""
     return len((await _prompt(front, http, asked))[1])
 
 
 def _formatted(asked: ChatRequest) -> bool:
-    """Does a grammar hold the whole answer? There is no reasoning in it then, and no call."""
+    """Tell whether a grammar holds the whole answer. There is no reasoning in it then, and no call."""
     form = asked.response_format
     return asked.json_schema is not None or (form is not None and form.type != "text") or bool(asked.grammar)
 
@@ -113,7 +113,7 @@ def _formatted(asked: ChatRequest) -> bool:
 async def _prompt(
     front: Front, http: HttpRequest, asked: ChatRequest
 ) -> tuple[Rendered, list[int], int, tuple[Image, ...]]:
-    """The chat as a prompt; its tokens; how many of them are the system message's; and its images."""
+    """Return the chat as a prompt; its tokens; how many of them are the system message's; and its images."""
     images = Images(front, front.salt(http, asked))
     rendered = await front.work(http, _rendered, front, asked, images)
     await images.fetch(http)
@@ -134,7 +134,7 @@ def _tokens(front: Front, asked: ChatRequest, prompt: str, images: Images) -> tu
 
 
 def render(front: Front, http: HttpRequest, asked: TemplateRequest) -> str:
-    """The text of a chat, with llama.cpp's mark for an image. ApiError for content that cannot be read."""
+    """Write a chat as text, with llama.cpp's mark for an image. ApiError for content that cannot be read."""
     return front.prompts.chat(_input(asked, Images(front, front.salt(http, asked)))).prompt.replace(MARK, "<__media__>")
 
 
@@ -148,7 +148,9 @@ RENDERER = frozenset(
 
 
 def _input(asked: TemplateRequest, images: Images, *, formatted: bool = False) -> ChatInput:
-    """A request as a template takes it. images: gets its images. ApiError for what cannot be read, or asked for."""
+    """Turn a request into what a template takes. images: gets its images. ApiError for what cannot be read, or asked
+    for.
+    """
     messages = [_message(message, i, images) for i, message in enumerate(asked.messages)]
     more = dict(asked.chat_template_kwargs or {})
     for name in more:
@@ -170,7 +172,7 @@ def _input(asked: TemplateRequest, images: Images, *, formatted: bool = False) -
 
 
 def _answered(given: ChatInput, asked: ChatRequest, *, formatted: bool) -> ChatInput:
-    """The same, and how it is to be answered."""
+    """Add how a chat is to be answered."""
     named = asked.tool_choice.function.name if isinstance(asked.tool_choice, ToolChoice) else None
     choice = "required" if isinstance(asked.tool_choice, ToolChoice) else asked.tool_choice or "auto"
     if choice == "required" and not given.tools:
@@ -193,7 +195,7 @@ def _message(message: Message, index: int, images: Images) -> dict[str, Any]:
 
 
 def _check_call(call: dict[str, Any], where: str) -> None:
-    """ApiError for what is no call. Arguments may be an object, as templates want them."""
+    """Raise ApiError for what is no call. Arguments may be an object, as templates want them."""
     function = call.get("function")
     if not isinstance(function, dict):
         raise invalid(f"{where}.function", "it is an object with a name and arguments")
@@ -210,7 +212,7 @@ def _check_call(call: dict[str, Any], where: str) -> None:
 
 
 def _system_end(front: Front, messages: Sequence[Message], text: str, tokens: Sequence[int]) -> int:
-    """Where the system message ends, in tokens: side requests of an agent begin with it. 0 if that is of no use."""
+    """Find where the system message ends, in tokens: an agent's side requests begin with it. 0 if that is of no use."""
     said = text_of_content(messages[0].content) if messages[0].role in ("system", "developer") else ""
     at = text.find(said) if said and front.scheduler.model.stateful else -1
     if at < 0:
@@ -220,7 +222,7 @@ def _system_end(front: Front, messages: Sequence[Message], text: str, tokens: Se
 
 
 def _content(content: str | list[dict[str, Any]] | None, where: str, images: Images) -> str:
-    """The text of a message. As llama-server and vLLM have it, each part of text is a line; none breaks at an image."""
+    """Return a message's text. As in llama-server and vLLM each part of text is a line; none breaks at an image."""
     if content is None or isinstance(content, str):
         return content or ""
     texts, between = [], ""
@@ -300,7 +302,7 @@ class ChatAnswer(ChoiceAnswer):
             yield self.chunk(delta, logprobs=() if i else logprobs)
 
     def _reason(self, finished: Finished) -> str:
-        """A function that the client has named is called anyway; so says OpenAI's API."""
+        """Return why the answer ended. A call that the client named beforehand is no reason; so says OpenAI's API."""
         called = self._reader.called and not isinstance(self._asked.tool_choice, ToolChoice)
         return "tool_calls" if finished.reason == "stop" and called else finished.reason
 

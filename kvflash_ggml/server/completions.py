@@ -40,7 +40,7 @@ async def completions(front: Front, http: HttpRequest) -> Response:
 
 
 def prompts_of(asked: CompletionRequest | RawRequest) -> list[Prompt]:
-    """The prompts of a request. ApiError if it asks for more than MAX_ANSWERS answers."""
+    """Return the prompts of a request. ApiError if it asks for more than MAX_ANSWERS answers."""
     count, each = len(asked.prompt), asked.n or 1
     if count * each > MAX_ANSWERS:
         why = f"{count} prompts with {each} answers each, and {MAX_ANSWERS} answers are the most in one request"
@@ -75,7 +75,7 @@ def prompt_tokens(front: Front, prompt: Prompt, suffix: str | None = None) -> li
 
 
 def check_gap(front: Front, what: str) -> None:
-    """ApiError, 501, if the model cannot fill gaps. what: the field or path that asks for it."""
+    """Raise ApiError, 501, if the model cannot fill gaps. what: the field or path that asks for it."""
     if not front.prompts.gap:
         raise ApiError(
             501,
@@ -120,7 +120,7 @@ def gap_tokens(
 
 
 def known_tokens(front: Front, tokens: list[int], where: str) -> list[int]:
-    """Tokens that the model has. ApiError names the first that it has not."""
+    """Check that the model has these tokens. ApiError names the first that it has not."""
     n_vocab = front.prompts.n_vocab
     if tokens and not (min(tokens) >= 0 and max(tokens) < n_vocab):
         wrong = str(next(token for token in tokens if not 0 <= token < n_vocab))[:20]

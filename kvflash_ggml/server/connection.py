@@ -173,7 +173,7 @@ class Connection(H11Protocol):
         self._stop_unread()
 
     def _await_reader(self) -> None:
-        """From when nothing more is written. A connection that is closed ends when all that is written is read."""
+        """Await the client from when nothing more is written. A closed connection ends when all of it is read."""
         if self.transport.get_write_buffer_size() and self._unread_timer is None:
             self._unread_timer = self.loop.call_later(self.stall_s, self._look_at_reader, self._unread())
 
@@ -185,7 +185,9 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _unread(self) -> int:
-        """Bytes that the client has not taken: here, and in the kernel, which asks for more only after a megabyte."""
+        """Count bytes that the client has not taken: here, and in the kernel, which asks for more only after a
+        megabyte.
+        """
         sock = self.transport.get_extra_info("socket")
         return self.transport.get_write_buffer_size() + system.unsent_bytes(sock)
 
@@ -200,11 +202,11 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _answered(self) -> bool:
-        """Does a body come that nobody waits for?"""
+        """Tell whether a body comes that nobody waits for."""
         return self.conn.their_state is h11.SEND_BODY and self.cycle is not None and self.cycle.response_complete
 
     def _keep_alive(self) -> None:
-        """As behind an answer: data that came has ended the wait that uvicorn began there."""
+        """Wait as behind an answer: data that came has ended the wait that uvicorn began there."""
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def _await_client(self) -> None:
@@ -236,5 +238,5 @@ class Connection(H11Protocol):
 
 
 def bounded(stall_s: float) -> type[Connection]:
-    """Connections with this bound, for `uvicorn.Config(http=...)`."""
+    """Make the class of connections with this bound, for `uvicorn.Config(http=...)`."""
     return type("BoundedConnection", (Connection,), {"stall_s": stall_s})

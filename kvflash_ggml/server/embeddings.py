@@ -137,7 +137,7 @@ async def ollama_prompt(front: Front, http: HttpRequest) -> Response:
 
 
 def _embedder(front: Front, *, ranks: bool) -> Embedder:
-    """ApiError, 501, if the server was not started for this."""
+    """Return the embedder. ApiError, 501, if the server was not started for this."""
     embedder = front.embedder
     if embedder is None or (embedder.pooling == "rank") is not ranks:
         what, flag = ("reranking", "--reranking and a reranker") if ranks else ("embeddings", "--embeddings")
@@ -181,7 +181,7 @@ async def _one(front: Front, http: HttpRequest, embedder: Embedder, tokens: list
 
 
 def _pairs(front: Front, embedder: Embedder, query: str, documents: Sequence[str]) -> list[list[int]]:
-    """The prompt of each document, as llama-server makes it: by the model's template, or with marks between them."""
+    """Make the prompt of each document as llama-server does: by the model's template, or with marks between them."""
     tokenize, template = front.prompts.tokenize, embedder.template
     if template is not None:
         begin, between, end = _split(template)
@@ -198,7 +198,7 @@ def _pairs(front: Front, embedder: Embedder, query: str, documents: Sequence[str
 
 
 def _split(template: str) -> tuple[str, str, str]:
-    """Around the query and the document, which may contain each other's marks themselves."""
+    """Split a template around the query and the document, which may contain each other's marks themselves."""
     begin, _, rest = template.partition("{query}")
     between, _, end = rest.partition("{document}")
     return begin, between, end

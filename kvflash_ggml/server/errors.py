@@ -108,12 +108,12 @@ class ApiError(Exception):
 
 
 def invalid(param: str, why: str) -> ApiError:
-    """The error for a field whose value cannot be used."""
+    """Make the error for a field whose value cannot be used."""
     return ApiError(400, f"{param}: {why}", code="invalid_value", param=param)
 
 
 def shutting_down() -> ApiError:
-    """The error for what comes while the server drains."""
+    """Make the error for what comes while the server drains."""
     return ApiError(503, "the server is shutting down: try again later", code="draining", retry_after_s=30)
 
 

@@ -35,7 +35,7 @@ PING = b": ping\n\n"
 
 
 def state(front: Front, access: Access) -> dict[str, Any]:
-    """What a viewer is told: the server, and the map of the text at hand. No text."""
+    """Return what a viewer is told: the server, and the map of the text at hand. No text."""
     server, now = snapshot(front, access)
     return {**server, "map": _map(now), "speed": front.speed()}
 
@@ -108,7 +108,9 @@ class Viewer(Response):
 
 
 async def words(front: Front, request: HttpRequest) -> Response:
-    """The beginning of a chunk's text, for a client that knows the name of the conversation at hand and may see it."""
+    """Return the beginning of a chunk's text, for a client that knows the name of the conversation at hand and may see
+    it.
+    """
     name, chunk = request.query_params.get("conversation", ""), request.query_params.get("chunk", "")
     start = int(chunk) * CHUNK if chunk.isdecimal() and len(chunk) <= 9 else None
     scheduler = front.scheduler
@@ -128,7 +130,7 @@ async def words(front: Front, request: HttpRequest) -> Response:
 
 @cache
 def _page() -> tuple[bytes, str]:
-    """The page, and a policy under which nothing runs in it but what it came with."""
+    """Return the page, and a policy under which nothing runs in it but what it came with."""
     text, style, script = (
         resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
         for name in ("page.html", "page.css", "page.js")

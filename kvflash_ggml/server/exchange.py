@@ -74,7 +74,7 @@ class Answer(ABC):
         return self._reader.said
 
     def _report(self, finished: Finished) -> dict[str, Any]:
-        """`kvflash` of the answer, for clients that ask for it."""
+        """Return `kvflash` of the answer, for clients that ask for it."""
         return report(self._asked.kvflash.report, finished)
 
     # --- as a stream
@@ -340,7 +340,7 @@ class EventStream(Response):
             timer.cancel()
 
     def _give_up(self, task: asyncio.Task[Any]) -> None:
-        """The client does not read."""
+        """Cancel the answer of a client that does not read."""
         self._stalled = True
         task.cancel()
 

@@ -31,7 +31,7 @@ _CLOSED = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "16
 
 
 def fetch(url: str, limit: int, seconds: float = SECONDS) -> bytes:
-    """The file at a URL, of `limit` bytes at most.
+    """Fetch the file at a URL, of `limit` bytes at most.
 
     Only a public address is asked, and no other one than was looked at: names may lead to another one the next time.
     seconds: from the look-up of the name to the last byte. ConfigError for a URL that is refused, and for what cannot
@@ -74,7 +74,7 @@ def fetch(url: str, limit: int, seconds: float = SECONDS) -> bytes:
 
 
 def _look_up(host: str, port: int) -> futures.Future[list[Any]]:
-    """The addresses of a host. Nothing cuts a look-up short: its thread ends when the resolver gives up."""
+    """Look up the addresses of a host. Nothing cuts a look-up short: its thread ends when the resolver gives up."""
     found: futures.Future[list[Any]] = futures.Future()
 
     def look_up() -> None:
@@ -88,7 +88,7 @@ def _look_up(host: str, port: int) -> futures.Future[list[Any]]:
 
 
 def is_public(text: str) -> bool:
-    """Is an address one of the open network, and no host's or local network's?"""
+    """Tell whether an address is one of the open network, and no host's or local network's."""
     address = ipaddress.ip_address(text)
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
@@ -156,7 +156,7 @@ class _Connection(http.client.HTTPConnection):
             raise TimeoutError
 
     def end(self) -> None:
-        """From another thread: whoever reads or writes gets an error, or the end."""
+        """End the connection from another thread: whoever reads or writes gets an error, or the end."""
         self.ended = True
         if self._reached is not None:
             with contextlib.suppress(OSError):

@@ -54,7 +54,7 @@ COMPANIONS = frozenset(("smoothing_curve",))
 
 
 def told(name: str, value: Any) -> str | None:
-    """What a client is told of an unknown field: its name, with a value that matters; None for nothing."""
+    """Say what a client is told of an unknown field: its name, with a value that matters; None for nothing."""
     if name in COMPANIONS:
         return None
     if name not in NEUTRAL:

@@ -53,7 +53,7 @@ async def forward(scope: Scope, send: Send, body: bytes | bytearray, *, port: in
 
 
 def _request(scope: Scope, size: int, port: int) -> h11.Request:
-    """The same request. The client's address goes with it, since limits are by client."""
+    """Make the same request. The client's address goes with it, since limits are by client."""
     headers = [
         (name, value)
         for name, value in scope["headers"]
@@ -74,7 +74,7 @@ def _request(scope: Scope, size: int, port: int) -> h11.Request:
 async def _answer(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: h11.Request, body: bytes | bytearray
 ) -> AsyncIterator[h11.Event]:
-    """The events of an answer, to its end. RemoteProtocolError if there is none, or not all of it."""
+    """Yield the events of an answer, to its end. RemoteProtocolError if there is none, or not all of it."""
     connection = h11.Connection(h11.CLIENT)
     writer.write(connection.send(request) or b"")
     writer.write(connection.send(h11.Data(data=bytes(body))) or b"")

@@ -32,12 +32,12 @@ _DATA = "data:"
 
 
 def image_part(url: Any) -> dict[str, Any]:
-    """The content part of a chat for an image of another interface. url: a data URL, or what is refused as none."""
+    """Make the content part of a chat for an image of another interface. url: a data URL; others are refused later."""
     return {"type": "image_url", "image_url": {"url": url}}
 
 
 def data_url(kind: Any, data: Any) -> str:
-    """A data URL. kind: its type, as image/png; data: base64."""
+    """Make a data URL. kind: its type, as image/png; data: base64."""
     return f"{_DATA}{kind};base64,{data}"
 
 
@@ -119,7 +119,7 @@ class Images:
         return self._file(sound.get("data"), where, "a sound comes with the request, as data in base64", "audio")
 
     def _file(self, text: Any, where: str, expected: str, kind: str) -> bytes:
-        """The bytes of a file that has come as base64. kind: image or audio."""
+        """Decode a file that has come as base64. kind: image or audio."""
         limit = self._front.settings.max_image_bytes
         if isinstance(text, str) and len(text) // 4 * 3 - 2 > limit:
             message = f"{where}: a file has about {len(text) // 4 * 3} bytes, and {limit} is the most: --max-image-size"
@@ -132,7 +132,7 @@ class Images:
             raise ApiError(400, f"{where}: {expected}", code=f"invalid_{kind}", param=where) from None
 
     def tokens(self, prompt: str) -> tuple[list[int], tuple[Image, ...]]:
-        """The tokens of a prompt, with those that stand for its media, and these. On a thread of the front's.
+        """Return the tokens of a prompt, with those that stand for its media, and these. On a thread of the front's.
 
         ApiError for an image or a sound that cannot be read, or that the template leaves out.
         """

@@ -88,14 +88,14 @@ class Intake:
             self._fetches += Counter()  # drops clients that fetch nothing
 
     async def body(self, request: HttpRequest) -> dict[str, Any]:
-        """The JSON object of a body. ApiError for a body that is too large, too slow, or none."""
+        """Read the JSON object of a body. ApiError for a body that is too large, too slow, or none."""
         data = await self.work(request, self.loads, await self.received(request))
         if not isinstance(data, dict):
             raise ApiError(400, "the body must be a JSON object", code="invalid_json")
         return data
 
     def loads(self, data: bytearray | bytes) -> Any:
-        """The values of JSON that a client has sent. ApiError for too many, or for none."""
+        """Parse the JSON that a client has sent. ApiError for too many, or for none."""
         try:
             return bodies.loads(data, most=self._values)
         except bodies.Refused as err:
@@ -131,7 +131,7 @@ class Intake:
         return data
 
     def admit(self) -> None:
-        """ApiError while the server is draining."""
+        """Raise ApiError while the server is draining."""
         if self.draining:
             raise shutting_down()
 
@@ -147,5 +147,5 @@ async def disconnected(receive: Receive) -> None:
 
 
 def client_of(scope: Scope) -> str:
-    """Whose request it is: the digest of its key, or else its address."""
+    """Return whose request it is: the digest of its key, or else its address."""
     return str(scope.get(KEY) or (scope.get("client") or ("",))[0])

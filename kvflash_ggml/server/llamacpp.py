@@ -112,7 +112,7 @@ def _detokenized(front: Front, asked: DetokenizeRequest) -> Response:
 
 
 async def tokenizer_info(front: Front, http: HttpRequest) -> Response:
-    """What programs that speak to vLLM ask before they let a server tokenize."""
+    """Answer what programs that speak to vLLM ask before they let a server tokenize."""
     facts = front.prompts.facts
     marks = {name: facts.get(name) or None for name in ("bos_token", "eos_token")}
     return JSONResponse({"tokenizer_class": "kvflash", **marks, "chat_template": front.prompts.template})
@@ -133,7 +133,7 @@ async def completion(front: Front, http: HttpRequest) -> Response:
 
 
 async def infill(front: Front, http: HttpRequest) -> Response:
-    """What stands between two texts, for models that were trained to fill gaps."""
+    """Write what stands between two texts, for models that were trained to fill gaps."""
     asked: InfillRequest = await front.asked(http, InfillRequest)
     check_gap(front, "/infill")
     tokens = await front.work(

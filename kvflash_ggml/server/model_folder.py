@@ -47,7 +47,7 @@ _UNKNOWN = Head(facts=MappingProxyType({}), n_ctx=0, template="", fills=False)
 
 
 def models(folder: Path) -> dict[str, FolderModel]:
-    """The models in a folder, by name: of a file its stem, of a folder with one model the folder's name.
+    """List the models in a folder by name: of a file its stem, of a folder with one model the folder's name.
 
     A folder with several has them as folder/stem. Parts of a split model are one. Projectors, drafters and hidden files
     are none, and neither is a name that is no Unicode text. A model's projector is mmproj-STEM.gguf beside it, or any
@@ -91,7 +91,7 @@ def _model(path: Path) -> FolderModel | None:
 
 
 def _written(name: str) -> bool:
-    """Whether a file's name is a Unicode text."""
+    """Tell whether a file's name is a Unicode text."""
     return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
@@ -102,7 +102,7 @@ def _reads_alone(one: FolderModel) -> bool:
 
 @lru_cache(256)
 def head(one: FolderModel) -> Head:
-    """What the head of a model's file says; of a file that cannot be read, nothing."""
+    """Read what the head of a model's file says; of a file that cannot be read, nothing."""
     try:
         file = reader.read(one.path)
         length, template = file.own("context_length", 0), file.get("tokenizer.chat_template")

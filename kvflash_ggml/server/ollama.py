@@ -94,7 +94,7 @@ async def show(front: Front, http: HttpRequest) -> Response:
 def shown(
     listed: Mapping[str, Any], facts: Mapping[str, Any], *, template: str, n_ctx: int, able: Mapping[str, bool]
 ) -> dict[str, Any]:
-    """What `/api/show` tells of a model. listed: its `entry`. able: capabilities beside those of every model."""
+    """Return what `/api/show` tells of a model. listed: its `entry`. able: capabilities beside those of every model."""
     architecture, able = facts.get("architecture", ""), {"thinking": "think" in template, **able}
     return {
         "modelfile": "",
@@ -112,7 +112,7 @@ def _entry(front: Front) -> dict[str, Any]:
 
 
 def entry(name: str, created: float, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """A model of `/api/tags`."""
+    """Describe a model for `/api/tags`."""
     family = facts.get("architecture", "")
     return {
         "name": name,
@@ -174,7 +174,7 @@ async def _chat(
 def _translated(
     front: Front, http: HttpRequest, kind: type[Any], asked: _OllamaRequest, data: Mapping[str, Any]
 ) -> Any:
-    """The same as a request of another kind. ApiError names what is no such request."""
+    """Translate into a request of another kind. ApiError names what is no such request."""
     form: dict[str, Any] | None = None
     if isinstance(asked.format, dict):
         form = {"type": "json_schema", "json_schema": {"schema": asked.format}}
@@ -200,13 +200,13 @@ def _translated(
 
 
 def _seen(images: Any, text: str) -> list[dict[str, Any]]:
-    """Images in base64, and the text behind them, as parts of a message."""
+    """Make parts of a message of images in base64, and the text behind them."""
     given = images if isinstance(images, list) else [images]
     return [*(image_part(data_url("image", one)) for one in given), {"type": "text", "text": text}]
 
 
 def _messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as OpenAI has them: arguments of calls are text, and a result names its call."""
+    """Translate messages into OpenAI's: arguments of calls are text, and a result names its call."""
     made: list[dict[str, Any]] = []
     told: list[tuple[str, str]] = []  # identifier and name of each call
     waits: dict[str, deque[int]] = {"": deque()}  # calls for a result, by name; all of them by ""
@@ -254,7 +254,7 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def silent(alias: str, reason: str, *, generate: bool) -> Response:
-    """The answer to a request for nothing, by which clients load or unload a model. generate: of `/api/generate`."""
+    """Answer a request for nothing, by which clients load or unload a model. generate: of `/api/generate`."""
     said = {"response": ""} if generate else {"message": {"role": "assistant", "content": ""}}
     return JSONResponse({"model": alias, "created_at": _now(), **said, "done": True, "done_reason": reason})
 
@@ -273,7 +273,7 @@ class OllamaAnswer(Answer):
         return self._object(said.content, said.reasoning, self._called(), finished)
 
     def ping(self, doing: str) -> bytes:
-        """Every line must be an object: clients parse each."""
+        """Write a line that says nothing. Every line must be an object: clients parse each."""
         return self._line()
 
     def frames(self, event: Event) -> Iterator[bytes]:
@@ -312,7 +312,7 @@ class OllamaAnswer(Answer):
 
 
 def _took(finished: Finished) -> dict[str, Any]:
-    """Times in nanoseconds. load_duration: until the text was in the pool."""
+    """Report times in nanoseconds. load_duration: until the text was in the pool."""
     took = finished.usage
     seconds = {
         "load": took.queue_s + took.restore_s, "prompt_eval": took.prompt_s, "eval": took.generation_s,
@@ -336,5 +336,5 @@ def _now() -> str:
 
 
 def rfc3339(seconds: float) -> str:
-    """Seconds since 1970, as Ollama writes times."""
+    """Write seconds since 1970 as Ollama writes times."""
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat().replace("+00:00", "Z")

@@ -39,22 +39,22 @@ class Prompts(Protocol):
     hears: bool
 
     def see(self, data: bytes, limits: Limits, salt: str) -> Image:
-        """The image or sound in a file. salt: only requests of the same salt use what is kept of it.
+        """Read the image or sound in a file. salt: only requests of the same salt use what is kept of it.
 
         ConfigError if it cannot be read, HostMemoryError while too many wait.
         """
         ...
 
     def chat(self, asked: ChatInput) -> Rendered:
-        """A chat as a prompt, up to where the answer begins, and how the answer is made and read."""
+        """Render a chat as a prompt, up to where the answer begins, and say how the answer is made and read."""
         ...
 
     def preserved(self, texts: Sequence[str]) -> dict[int, bytes]:
-        """The texts among these that are one token, by their tokens."""
+        """Return the texts among these that are one token, by their tokens."""
         ...
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """ContextFull for a text that would take too long. It has, but for odd ones, more tokens than the context."""
+        """Tokenize a text. ContextFull for one that would take too long: almost all of them exceed the context."""
         ...
 
     def detokenize(self, tokens: Sequence[int]) -> bytes: ...
@@ -68,7 +68,9 @@ class Prompts(Protocol):
         ...
 
     def check_grammar(self, grammar: Grammar | str, salt: str) -> None:
-        """salt: a grammar is known to be sound to requests of the same salt, and checked for others."""
+        """Check a grammar. salt: one that was checked for a salt is known to be sound to its requests, and not to
+        others.
+        """
         ...
 
     def schema_grammar(self, schema: Any, *, strict: bool) -> tuple[str, tuple[str, ...]]:

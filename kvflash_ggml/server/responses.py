@@ -102,7 +102,7 @@ async def responses(front: Front, http: HttpRequest) -> Response:
 
 
 async def retrieve(front: Front, http: HttpRequest) -> Response:
-    """A response that is kept, as it was told. ApiError 404 for another one."""
+    """Return a response that is kept, as it was told. ApiError 404 for another one."""
     id = http.path_params["id"]
     kept = await _kept(front, http, id)
     if kept is None:
@@ -112,7 +112,7 @@ async def retrieve(front: Front, http: HttpRequest) -> Response:
 
 
 async def input_tokens(front: Front, http: HttpRequest) -> Response:
-    """As many as `responses` would read. It takes no slot."""
+    """Count the tokens that `responses` would read. It takes no slot."""
     asked: ResponsesRequest = await front.asked(http, ResponsesRequest)
     _, items = await _items(front, http, asked)
     chat, _ = await front.work(http, _translated, front, http, asked, items)
@@ -124,7 +124,7 @@ def _given(asked: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 async def _kept(front: Front, http: HttpRequest, id: str) -> Kept | None:
-    """What is kept of a response; None if it is not known, not for this client, or its conversation was erased."""
+    """Return what is kept of a response; None if it is unknown, not for this client, or its conversation was erased."""
     access, conversations = front.access(http), front.scheduler.conversations
     kept = front.items.find(id, access)
     # one that moves just now may be seen nowhere from here
@@ -139,7 +139,7 @@ async def _kept(front: Front, http: HttpRequest, id: str) -> Kept | None:
 async def _items(
     front: Front, http: HttpRequest, asked: ResponsesRequest
 ) -> tuple[tuple[bytes, ...], list[dict[str, Any]]]:
-    """What is kept of the response that a request goes on from; and all items, those of the request at the end.
+    """Return what is kept of the response that a request continues; and all items, those of the request at the end.
 
     ApiError if it is not known, or if all items are more than a client could send.
     """
@@ -173,7 +173,9 @@ async def _items(
 def _translated(
     front: Front, http: HttpRequest, asked: ResponsesRequest, items: Sequence[dict[str, Any]]
 ) -> tuple[ChatRequest, dict[str, Tool]]:
-    """The same as a chat, and what its functions are. What is not understood is left out, and noted. ApiError."""
+    """Translate a request into a chat, and say what its functions are. What is not understood is left out, and noted.
+    ApiError.
+    """
     turns = Turns(sees=front.prompts.sees)
     turns.system(asked.instructions or "")
     given: list[dict[str, Any]] = list(asked.tools or ())
@@ -247,7 +249,7 @@ def _said(turns: Turns, part: dict[str, Any], where: str) -> str:
 
 
 def _reasoning(item: dict[str, Any], where: str) -> str:
-    """Of its content, of what this server gave to be carried along, or of its summary."""
+    """Read reasoning from its content, from what this server gave to be carried along, or from its summary."""
     for name in ("content", "summary"):
         sealed = item.get("encrypted_content")
         if name == "summary" and isinstance(sealed, str) and sealed.startswith(_OURS):
@@ -268,7 +270,7 @@ def _objects(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _functions(turns: Turns, given: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Tool]]:
-    """Tools as functions, and what they are by the names of these. What OpenAI's servers do themselves is left out."""
+    """Translate tools into functions, and say by name what each was. OpenAI's own servers' tools are left out."""
     made: list[dict[str, Any]] = []
     tools: dict[str, Tool] = {}
 
@@ -299,7 +301,7 @@ _ONE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "req
 
 
 def _explained(tool: dict[str, Any]) -> str:
-    """The description of a tool whose input is a text, with the grammar of that text if it has one."""
+    """Describe a tool whose input is a text, with the grammar of that text if it has one."""
     form = tool.get("format")
     grammar = form.get("definition") if isinstance(form, dict) else None
     said = text_of(tool, "description", "tools", "")
@@ -318,7 +320,7 @@ def _choice(turns: Turns, choice: str | dict[str, Any] | None) -> dict[str, Any]
 
 
 def _form(asked: ResponsesRequest) -> dict[str, Any]:
-    """Whether to think, and the form of the answer."""
+    """Return whether to think, and the form of the answer."""
     effort = (asked.reasoning or {}).get("effort")
     thinking = {"enable_thinking": False} if effort == "none" else {}
     return {"reasoning_effort": effort, **thinking, "response_format": form_of((asked.text or {}).get("format"))}
@@ -377,7 +379,7 @@ class ResponseAnswer(Answer):
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def ping(self, doing: str) -> bytes:
-        """An event, since Codex gives up where none comes for five minutes, whatever else does."""
+        """Write an event, since Codex gives up where none comes for five minutes, whatever else does."""
         return self._event("response.in_progress", response=self._response("in_progress"))
 
     def frames(self, event: Event) -> Iterator[bytes]:
@@ -455,7 +457,7 @@ class ResponseAnswer(Answer):
         self._output.append(item)
 
     def _at(self, kind: str, **more: Any) -> bytes:
-        """An event of the item that is being written."""
+        """Write an event of the item that is being written."""
         where = {} if "item" in more else {"item_id": self._item["id"]}
         return self._event(kind, **where, output_index=len(self._output), **more)
 
@@ -503,7 +505,7 @@ class ResponseAnswer(Answer):
         output: Sequence[dict[str, Any]] = (),
         usage: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The tools, which clients know, are not told again."""
+        """Describe the response. The tools, which clients know, are not told again."""
         asked = self._asked
         return {
             "id": self.id,
@@ -554,7 +556,7 @@ def _usage(took: Usage) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> str:
-    """The text that a custom tool is called with; what is none stays as it was written."""
+    """Return the text that a custom tool is called with; what is none stays as it was written."""
     try:
         value = bodies.loads(arguments.encode())
     except ValueError:

@@ -57,14 +57,15 @@ class Router(Intake):
         self.n_ctx = n_ctx
 
     async def models(self, http: HttpRequest) -> dict[str, FolderModel]:
-        """The models by name, in their order."""
+        """Return the models by name, in their order."""
         try:
             return await self.work(http, model_folder.models, self.folder)
         except OSError as err:
             raise ApiError(503, f"the folder of the models cannot be read: {err.strerror}", code="no_models") from None
 
     async def model(self, http: HttpRequest, wanted: Any) -> FolderModel:
-        """The model of a name; without one, that which is loaded, or was, or the first that has not failed to load.
+        """Find the model of a name; without one, that which is loaded, or was, or the first that has not failed to
+        load.
 
         ApiError if there is none.
         """
@@ -128,7 +129,7 @@ class Forwarded(Response):
 
 
 def make_router(router: Router) -> Any:
-    """All endpoints, behind the guard. Answers wait for their model; what looks on never loads one."""
+    """Make all endpoints, behind the guard. Answers wait for their model; what looks on never loads one."""
 
     def route(path: str, endpoint: Callable[[Router, HttpRequest], Awaitable[Response]], *methods: str) -> Route:
         return Route(path, partial(endpoint, router), methods=list(methods) or ["GET"])
@@ -169,7 +170,7 @@ def _says(asked: dict[str, Any]) -> bool:
 
 
 async def _look(router: Router, request: HttpRequest) -> Response:
-    """What asks about the loaded model, or changes its conversations."""
+    """Answer what asks about the loaded model, or changes its conversations."""
     if request.url.path in OPEN_PATHS:  # without a key nothing is told, read or handed on
         raise HTTPException(404)
     loaded, wanted = router.engines.loaded, request.query_params.get("model")

@@ -56,14 +56,14 @@ def _all(value: list[Any], kind: type, what: str) -> list[Any]:
 
 
 def _named(value: Any) -> str:
-    """A value of JSON in words."""
+    """Write a value of JSON in words."""
     names = {str: "the text", int: "the integer", float: "the number", list: "a list", dict: "an object"}
     name, many = names.get(type(value), ""), isinstance(value, list | dict)
     return name if many else f"{name} {json.dumps(value[:40] if isinstance(value, str) else value)[:60]}".strip()
 
 
 def _whole(value: Any) -> Any:
-    """An integer that a client without integers has written: 3.0."""
+    """Read an integer that a client without integers has written: 3.0."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -84,7 +84,7 @@ def _stop(value: Any) -> tuple[str, ...]:
 
 
 def _bias(value: Any) -> dict[str, float]:
-    """Of `{"token": bias}`, or of llama-server's `[[token, bias], ...]`, where false forbids a token or a text's."""
+    """Read `{"token": bias}`, or llama-server's `[[token, bias], ...]`, where false forbids a token or a text's."""
     _few(value, MAX_BIAS)
     if isinstance(value, list):
         if any(len(pair) != 2 or type(pair[0]) not in (int, str) for pair in _all(value, list, "[token, bias]")):
@@ -108,14 +108,14 @@ def _tokens(value: Any) -> list[int]:
 
 
 def _prompts(value: Any, limit: int = MAX_ANSWERS) -> list[Prompt]:
-    """The prompts of a request. A list with a token in it is one prompt, another list one of each element."""
+    """Read the prompts of a request. A list with a token in it is one prompt, another list one of each element."""
     if isinstance(value, list) and value and int not in map(type, value):
         return [_prompt(one, f"element {i}") for i, one in enumerate(_few(value, limit))]
     return [_prompt(value, "it")]
 
 
 def _prompt(value: Any, where: str) -> Prompt:
-    """A text, tokens, texts and tokens that follow each other, or llama-server's object of a text and its images."""
+    """Read a text, tokens, texts and tokens in turn, or llama-server's object of a text and its images."""
     if isinstance(value, dict):
         if value.get("multimodal_data"):
             raise ValueError(f"{where} has multimodal_data, which only messages can have: send a chat")
@@ -141,7 +141,7 @@ def _prompt(value: Any, where: str) -> Prompt:
 
 
 def text_of_content(content: str | list[dict[str, Any]] | None) -> str:
-    """The text of a message, as far as it has one."""
+    """Return the text of a message, as far as it has one."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = (part.get("text", part.get("refusal")) for part in content)
@@ -186,7 +186,7 @@ class _Known(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _given(cls, data: Any) -> Any:
-        """Clients write null for what they do not set."""
+        """Leave out null, which clients write for what they do not set."""
         return _without_null(data)
 
 
@@ -229,7 +229,7 @@ class ResponseFormat(_Known):
 
 
 def _breakers(value: Any) -> tuple[str, ...]:
-    """A text, a list as text, or a list; none of them asks for no breaker."""
+    """Read a text, a list as text, or a list; none of them asks for no breaker."""
     texts = _few([value] if isinstance(value, str) else value, MAX_BREAKERS)
     if not isinstance(texts, list):
         raise ValueError("it must be a list of texts")
@@ -238,7 +238,7 @@ def _breakers(value: Any) -> tuple[str, ...]:
 
 
 def _order(value: Any) -> tuple[str, ...]:
-    """Names in a list or between semicolons, or llama-server's letters."""
+    """Read names in a list or between semicolons, or llama-server's letters."""
     if isinstance(value, list):
         value = ";".join(_all(_few(value, len(KNOWN)), str, "a text"))
     if not isinstance(value, str) or len(value) > MAX_STOP:
@@ -253,7 +253,7 @@ _READ = {"dry_sequence_breakers": _breakers, "samplers": _order}
 
 
 def _sampler(name: str, one: Setting) -> tuple[Any, Any]:
-    """A field of `Samplers`, with its bounds. Unset, it has the server's usual value."""
+    """Make a field of `Samplers`, with its bounds. Unset, it has the server's usual value."""
     if name in _READ:
         return Annotated[tuple[str, ...] | None, PlainValidator(_READ[name])], None
     above, least = (one.least, None) if one.above else (None, one.least)
@@ -306,7 +306,9 @@ class Message(BaseModel):
 
     @model_validator(mode="after")
     def _says(self) -> Message:
-        """An answer may be a call, or reasoning, alone. Content that is null says nothing."""
+        """Check that the message says something. An answer may be a call, or reasoning, alone. Null content says
+        nothing.
+        """
         given = self.model_fields_set - {"role", "name"}
         if not (given if self.role == "assistant" else "content" in given):
             raise ValueError("content is missing: give it a text, or null")
@@ -369,7 +371,7 @@ class CompletionRequest(_Sampled):
     @model_validator(mode="before")
     @classmethod
     def _given(cls, data: Any) -> Any:
-        """Here null asks for no limit, and leaving it out for 16 tokens."""
+        """Turn null into no limit. A limit that is left out is 16 tokens."""
         given, names = _without_null(data), {"max_completion_tokens", "n_predict", "max_tokens"}
         if given is not data and names & data.keys() and not names & given.keys():
             given["max_tokens"] = -1
@@ -441,7 +443,7 @@ _KINDS = {
 def parse(
     kind: type[Any], data: Any, *, strict: bool, names: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[Any, list[str]]:
-    """A request of this kind, and what it has that is ignored. ApiError names the field that is wrong.
+    """Parse a request of this kind. Return it and what it has that is ignored. ApiError names the field that is wrong.
 
     strict: a field that is not known is wrong. names: what the client calls fields.
     """
@@ -462,7 +464,7 @@ def parse(
 
 
 def _why(data: Any, errors: Sequence[Any]) -> tuple[str, str]:
-    """Where the first wrong field of a request is wrong, and why. Of its possible kinds, the one that fits longest."""
+    """Say where the first wrong field is wrong, and why. Of its possible kinds, the one that fits longest counts."""
     place: list[str] = []
     kinds: list[str] = []
     value = data

@@ -24,7 +24,7 @@ class Speed:
         return {"tokens": made, "page_ins": model["page_ins"], "page_outs": model["page_outs"]}
 
     def __call__(self) -> dict[str, float]:
-        """Tokens of answers, chunks that came back, and chunks that were copied out."""
+        """Return the tokens of answers, chunks that came back, and chunks that were copied out."""
         now = time.monotonic()
         if now - self._then >= OVER_S:
             totals, span = self._totals(), now - self._then

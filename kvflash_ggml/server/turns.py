@@ -28,7 +28,7 @@ class Turns:
         self._names: dict[str, str] = {}  # of calls, by their ids
 
     def system(self, text: str) -> None:
-        """At the front a system message; later a user's turn in place."""
+        """Add a system message: at the front as such, later as a user's turn in place."""
         if not text:
             return
         if self._at_front():
@@ -40,7 +40,7 @@ class Turns:
         self._last(role)["content"].append(text)
 
     def see(self, role: str, image: dict[str, Any]) -> None:
-        """image: a content part of a chat."""
+        """Add an image. image: a content part of a chat."""
         self._last(role)["content"].append(image)
 
     def think(self, text: str) -> None:
@@ -52,7 +52,7 @@ class Turns:
         calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
 
     def result(self, id: str, parts: Sequence[str | dict[str, Any]]) -> None:
-        """parts: texts, one a line, and images."""
+        """Add a tool's result. parts: texts, one a line, and images."""
         named = {"name": self._names[id]} if id in self._names else {}
         content = _joined(parts, "\n")
         self._messages.append({"role": "tool", "tool_call_id": id, **named, "content": content})
@@ -92,14 +92,14 @@ class Turns:
         return all(message["role"] == "system" for message in self._messages[:2])
 
     def _last(self, role: str) -> dict[str, Any]:
-        """The last message, if it is of this role, or else a new one."""
+        """Return the last message, if it is of this role, or else a new one."""
         if not self._messages or self._messages[-1]["role"] != role:
             self._messages.append({"role": role, "content": []})
         return self._messages[-1]
 
 
 def _joined(parts: Sequence[str | dict[str, Any]], between: str) -> list[str | dict[str, Any]]:
-    """Texts that follow each other as one, and images as they are."""
+    """Join texts that follow each other, and keep images as they are."""
     made: list[str | dict[str, Any]] = []
     texts: list[str] = []
     for part in parts:
@@ -116,7 +116,8 @@ def _part(part: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def text_of(part: dict[str, Any], name: str, where: str, usual: str | None = None) -> str:
-    """A field of an object that must be a text. usual: for one that is left out, or null; without it, it must be there.
+    """Read a field of an object that must be a text. usual: for one that is left out, or null; without it, it must be
+    there.
 
     where: the object is in the request; "" for the request.
     """
@@ -128,7 +129,7 @@ def text_of(part: dict[str, Any], name: str, where: str, usual: str | None = Non
 
 
 def parts_of(value: Any, where: str) -> list[dict[str, Any]]:
-    """Content that may be a text or a list of parts, as parts."""
+    """Read content, a text or a list of parts, as parts."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -139,7 +140,9 @@ def parts_of(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def role_of(message: dict[str, Any], where: str) -> str:
-    """user, assistant, or system, which developer is too. ApiError for another role, and without content."""
+    """Read the role: user, assistant, or system, which developer is too. ApiError for another role, and without
+    content.
+    """
     role = "system" if message.get("role") == "developer" else message.get("role")
     if role not in ("user", "assistant", "system"):
         raise invalid(f"{where}.role", f"{str(role)[:40]!r}, and it must be user, assistant, system or developer")
@@ -149,12 +152,12 @@ def role_of(message: dict[str, Any], where: str) -> str:
 
 
 def kind_of(part: dict[str, Any]) -> str:
-    """The type of a part, for comparisons and for the header."""
+    """Return the type of a part, for comparisons and for the header."""
     return str(part.get("type"))[:40]
 
 
 def form_of(form: Any) -> Any:
-    """The form of an answer as a chat has it."""
+    """Return the form of an answer as a chat has it."""
     if not isinstance(form, dict):
         return form
     inner = {name: form[name] for name in ("schema", "strict") if name in form}
@@ -162,7 +165,7 @@ def form_of(form: Any) -> Any:
 
 
 def as_object(arguments: str) -> dict[str, Any]:
-    """Arguments as an object, as clients want them. What is none stays as it was written, under a name."""
+    """Return arguments as an object, as clients want them. What is none stays as it was written, under a name."""
     try:
         value = bodies.loads(arguments.encode() or b"{}")
     except ValueError:

@@ -14,7 +14,9 @@ FINGERPRINT = f"kvflash-{__version__}"
 
 
 def heading(id: str, kind: str, alias: str) -> dict[str, Any]:
-    """The fields that each object of OpenAI's interface begins with. kind: of the object. alias: the model's name."""
+    """Return the fields that each object of OpenAI's interface begins with. kind: of the object. alias: the model's
+    name.
+    """
     return {
         "id": id, "object": kind, "created": int(time.time()), "model": alias, "system_fingerprint": FINGERPRINT,
     }  # fmt: skip

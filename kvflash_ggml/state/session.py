@@ -24,7 +24,7 @@ class Blob(Protocol):
     def size(self) -> int: ...
 
     def read(self) -> Buffer:
-        """SnapshotError if they are in a file and damaged."""
+        """Read the bytes. SnapshotError if they are in a file and damaged."""
         ...
 
 
