@@ -39,4 +39,6 @@ def numbers(tokens: Sequence[int] | Int64s) -> Int64s:
         raise TypeError(f"tokens are whole numbers in a row: {err}") from err
     if found.ndim != 1:
         raise TypeError(f"tokens are whole numbers in a row, not in {found.ndim} dimensions: give one text at a time")
-    return found.astype(np.int64, casting="same_kind", copy=False)
+    if not np.can_cast(found.dtype, np.int64, "same_kind"):
+        raise TypeError(f"tokens are whole numbers, not {found.dtype}: give what tokenize() has returned")
+    return found.astype(np.int64, copy=False)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ConfigError
+from ..errors import ConfigError, brief
 
 if TYPE_CHECKING:
     import llama_cpp
@@ -17,20 +20,33 @@ if TYPE_CHECKING:
 _ENDS: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 """The tokens of a model that end an answer."""
 
+_MOST = 1e30
+"""Of a bias: a temperature below 1 multiplies it, and float32 has nothing above 3e38 but infinity."""
+
 
 def with_bias(
     processor: llama_cpp.LogitsProcessorList | None, bias: dict[int, float], n_vocab: int
 ) -> llama_cpp.LogitsProcessorList:
-    """The processors, and one that adds the bias of each token. ConfigError for a token that the model does not have.
+    """The processors, and one that adds the bias of each token. ConfigError for a token that the model does not have,
+    and for a bias that is no number. -inf forbids a token.
 
     An error of a processor is printed, and its answer goes on without it.
     """
     import llama_cpp
 
-    added = {int(token): float(value) for token, value in bias.items()}
-    for token in added:
-        if not 0 <= token < n_vocab:
-            raise ConfigError(f"logit_bias of token {token}: this model has 0 to {n_vocab - 1}")
+    if not isinstance(bias, Mapping):
+        raise ConfigError(f"logit_bias={brief(repr(bias))}: it must be a dict of tokens and numbers")
+    added: dict[int, float] = {}
+    for token, value in bias.items():
+        number = int(token) if str(token).isdecimal() else -1
+        if not 0 <= number < n_vocab:
+            raise ConfigError(f"logit_bias of token {brief(token)}: this model has 0 to {n_vocab - 1}")
+        if not isinstance(value, Real) or not value <= _MOST:
+            raise ConfigError(
+                f"logit_bias of token {number} is {brief(repr(value))}: it must be a number up to {_MOST:g}, or -inf "
+                f"to forbid the token"
+            )
+        added[number] = float(value) if value >= -_MOST else -math.inf
     return llama_cpp.LogitsProcessorList([*(processor or ()), _bias_processor(added)])
 
 

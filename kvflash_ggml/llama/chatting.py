@@ -15,6 +15,7 @@ import llama_cpp
 
 from ..errors import ConfigError
 from ..notation import stop_texts
+from . import asked
 from .preview import refuse
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class Chatting:
             refuse("tools")
         if not tools or source is None or llm.chat_handler is not None:
             return None
+        asked.check_messages(given["messages"])
         template = _template(source, self._text_of(llm.token_bos()), self._text_of(llm.token_eos()))
         rendered = template.render(_requested(given))
         _tell(rendered.ignored)

@@ -35,7 +35,7 @@ from ..placement import devices, memory, sizing
 from ..placement.sizing import PoolSize, with_steps
 from ..policy.base import Scorer
 from ..state.session import SessionState
-from . import embedding, parameters, vision
+from . import asked, embedding, parameters, vision
 from .bias import with_bias
 from .call_lock import CallLock, changing, locked, writing
 from .chatting import PARAMETERS, Chatting, formatted
@@ -587,10 +587,11 @@ class Llama(llama_cpp.Llama):
         given = formatted(args, settings)
         if "stop" in given:
             given["stop"] = stop_texts(given["stop"])
-        if self._reader.sequence is not None and isinstance(self.chat_handler, vision.HANDLERS):
-            return vision.answer(self, **given)
-        made = Chatting(self).answer(given) if self.chat_format == self._own_format else None
-        return super().create_chat_completion(**given) if made is None else made
+        with asked.templating(given.get("messages")):
+            if self._reader.sequence is not None and isinstance(self.chat_handler, vision.HANDLERS):
+                return vision.answer(self, **given)
+            made = Chatting(self).answer(given) if self.chat_format == self._own_format else None
+            return super().create_chat_completion(**given) if made is None else made
 
     @property
     def _scores(self) -> npt.NDArray[np.single]:
@@ -611,6 +612,7 @@ class Llama(llama_cpp.Llama):
         stop: str | list[str] | None = None,
         **kwargs: Any,
     ) -> Iterator[Any]:
+        asked.check({"prompt": prompt, "logits_processor": logits_processor, **kwargs})
         if logit_bias:
             logits_processor = with_bias(logits_processor, logit_bias, self.n_vocab())
         if self._previews is not None:

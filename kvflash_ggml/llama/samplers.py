@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 from llama_cpp.llama_grammar import LlamaGrammar
 
-from ..errors import ConfigError
+from ..errors import ConfigError, brief
 from ..native import chat
+from . import asked
 from .bias import without_end
 
 if TYPE_CHECKING:
@@ -43,13 +44,19 @@ def chain_of(llm: Any, stock: Callable[..., Any], chain: Samplers | None, text: 
     """The chain for one answer, as upstream's `LlamaSampler`.
 
     stock: upstream's `_init_sampler`. chain: llama.cpp's chain with these settings, None for upstream's chain with the
-    `keywords`. text: the prompt's tokens. Only llama.cpp's penalties look at them. ConfigError for a grammar.
+    `keywords`. text: the prompt's tokens. Only llama.cpp's penalties look at them. ConfigError for a grammar, and for
+    keywords that are not of their kinds.
     """
+    counting = {**keywords, "seed": llm._seed} if chain is None else {"seed": llm._seed}
+    asked.check({"logits_processor": keywords.get("logits_processor"), **counting})
     grammar = keywords.pop("grammar", None)
-    if isinstance(grammar, LlamaGrammar):
+    if grammar is not None:
         from ..chat.values import Grammar  # here: most answers have none
 
-        grammar = Grammar(text=grammar._grammar)
+        if isinstance(grammar, LlamaGrammar):
+            grammar = Grammar(text=grammar._grammar)
+        if not isinstance(grammar, Grammar):
+            raise ConfigError(f"grammar={brief(repr(grammar))}: it must be a LlamaGrammar, as of its from_string(text)")
     held = () if grammar is None else (sampler_of(llm._model.vocab, grammar),)
     if chain is None:
         made = stock(**keywords)

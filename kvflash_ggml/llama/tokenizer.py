@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, brief
 from ..native import vocabulary
 
 SHORT = 8
@@ -64,6 +64,8 @@ class IncrementalTokenizer:
         return getattr(self._tokenizer, name)
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = True) -> list[int]:
+        if not isinstance(text, bytes):
+            raise ConfigError(f"tokenize({brief(repr(text))}): the text must be bytes, as of text.encode()")
         vocabulary.check(text, self._incomplete)
         tokens: list[int] = self._tokenizer.tokenize(text, add_bos, special)
         return tokens

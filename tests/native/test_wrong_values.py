@@ -150,6 +150,110 @@ def test_tools_that_are_none(settings: dict[str, Any], why: str, llama: Any) -> 
         llama().create_chat_completion(CHAT, **settings)
 
 
+NAN, INF = float("nan"), float("inf")
+NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "repeat_penalty", "frequency_penalty", "presence_penalty")
+
+
+@POOLS
+def test_what_no_answer_can_be_asked_for_with(pool: int | None, llama: Any) -> None:
+    llm = llama(kvflash=pool)
+    none = lambda ids, scores: scores  # noqa: E731
+    cases: list[tuple[str, Any, str]] = [
+        *((name, value, "a finite number") for name in NUMBERS for value in ("hot", None, NAN, INF)),
+        ("top_k", 2.5, "a whole number"),
+        ("mirostat_mode", "2", "a whole number"),
+        ("mirostat_tau", NAN, "a finite number"),
+        ("max_tokens", "3", "a whole number, or None"),
+        ("max_tokens", 2.5, "a whole number, or None"),
+        ("seed", "x", "a whole number, or None"),
+        ("suffix", 5, "a text, or None"),
+        ("stopping_criteria", [none], "a StoppingCriteriaList"),
+        ("logits_processor", none, "a LogitsProcessorList"),
+        ("logits_processor", [5], "a LogitsProcessorList"),
+        ("prompt", None, "a text, or a list of tokens"),
+        ("prompt", b"a", "a text, or a list of tokens"),
+        *(("grammar", value, "a LlamaGrammar, as of its from_string") for value in (5, 'root ::= "a"', {"a": 1})),
+    ]
+    for name, value, kind in cases:
+        with pytest.raises(ConfigError, match=rf"^{name}=.*: it must be {kind}"):
+            llm.create_completion(**{"prompt": "a", "max_tokens": 1, name: value})
+    for name, value, kind in (("temp", NAN, "finite"), ("top_k", None, "whole"), ("grammar", 5, "LlamaGrammar")):
+        with pytest.raises(ConfigError, match=f"it must be a {kind}"):
+            next(llm.generate([1, 2], **{name: value}))
+    for text in ("text", None, 5):
+        with pytest.raises(ConfigError, match=r"^tokenize\(.*\): the text must be bytes, as of text.encode\(\)"):
+            llm.tokenize(text)
+    assert llm.create_completion("a", max_tokens=1)["choices"]
+
+
+@pytest.mark.parametrize(
+    ("bias", "why"),
+    [
+        ({1: NAN}, r"logit_bias of token 1 is nan: it must be a number up to 1e\+30, or -inf"),
+        ({"1": INF}, r"logit_bias of token 1 is inf: it must be a number up to 1e\+30"),
+        ({1: 1e308}, r"logit_bias of token 1 is 1e\+308: it must be"),
+        ({1: "x"}, "logit_bias of token 1 is 'x': it must be"),
+        ({1: None}, "logit_bias of token 1 is None: it must be"),
+        ({"a": 1}, "logit_bias of token a: this model has 0 to"),
+        ({1.5: 1}, r"logit_bias of token 1\.5: this model has 0 to"),
+        ([5], r"logit_bias=\[5\]: it must be a dict of tokens and numbers"),
+    ],
+)
+def test_a_bias_that_is_none(bias: Any, why: str, llama: Any) -> None:
+    with pytest.raises(ConfigError, match=why):
+        llama().create_completion("a", max_tokens=1, logit_bias=bias)
+
+
+def test_a_bias_that_forbids_a_token(llama: Any) -> None:
+    llm = llama()
+    first = next(llm.generate(llm.tokenize(b"a"), temp=0.0))
+    for least in (-INF, -1e308):
+        told = llm.create_completion("a", max_tokens=1, temperature=0, logit_bias={first: least})
+        assert told["choices"][0]["text"] != llm.detokenize([first]).decode("utf-8", "replace")
+
+
+@POOLS
+@pytest.mark.parametrize("tools", [None, [TOOL]])
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        (5, r"messages=5: it must be a list of messages"),
+        ("hi", r"messages='hi': it must be a list of messages"),
+        (["hi"], r"messages\[0\]='hi': it must be a dict"),
+        ([*CHAT, {"content": "hi"}], r"messages\[1\]\['role'\]=None: it must be a text"),
+        ([{"role": "user", "content": 5}], r"messages\[0\]\['content'\]=5: it must be a text, or a list of parts"),
+        ([{"role": "user", "content": [5]}], r"messages\[0\]\['content'\]=\[5\]: it must be a text"),
+        ([{"role": "user", "content": b"hi"}], r"messages\[0\]\['content'\]=b'hi': it must be a text"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "the chat template refuses these messages: "),
+    ],
+)
+def test_messages_that_are_none(messages: Any, why: str, tools: Any, pool: int | None, llama: Any) -> None:
+    llm = llama("dense", kvflash=pool)
+    for stream in (False, True):
+        with pytest.raises(ConfigError, match=why):
+            llm.create_chat_completion(messages, tools=tools, max_tokens=1, stream=stream)
+    assert llm.create_chat_completion(CHAT, max_tokens=1)["choices"]
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate: change them, or give another"),
+        ("{{ messages[0].contents.text }}", "UndefinedError: .* has no attribute 'contents'"),
+        ("{{ messages[0].content + 5 }}", "TypeError: can only concatenate str"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError: "),
+        ("{{ messages[0].content.nothing() }}", "UndefinedError: "),
+    ],
+)
+def test_a_template_that_fails_while_it_renders(template: str, why: str, llama: Any) -> None:
+    from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+    llm = llama()
+    llm.chat_handler = Jinja2ChatFormatter(template, "", "").to_chat_handler()
+    with pytest.raises(ConfigError, match=f"the chat template refuses these messages: {why}"):
+        llm.create_chat_completion(CHAT, max_tokens=1)
+
+
 def test_a_keyword_that_a_chat_does_not_have(llama: Any) -> None:
     with pytest.raises(TypeError, match=r"Llama\.create_chat_completion\(\) got an unexpected keyword argument 'foo'"):
         llama().create_chat_completion(CHAT, foo=1)
