@@ -22,6 +22,8 @@ _BESIDE = (
 OLD_DFLASH = ("dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
 """Architectures of DFlash drafters with older names, which `kvflash-convert migrate` renames."""
 
+_TOKENS = "tokenizer.ggml.tokens"
+_NO_VOCABULARY = ("no_vocab", "none")
 _REMEDY = "Fetch the file again, or convert it anew."
 _MOST_LAYERS, _MOST_EXPERTS, _MOST_COUNT = 512, 1024, (1 << 31) - 1
 _DIVISORS = ("full_attention_interval", "ssm.inner_size", "ssm.state_size", "ssm.conv_kernel", "ssm.time_step_rank")
@@ -98,12 +100,40 @@ def check_model(path: Path, *, vocab_only: bool = False, overrides: Mapping[str,
         check_numbers(_overridden(file, overrides), "Leave it out, or give another value.")
 
 
+def check_head(file: GGUF) -> None:
+    """Raise what `check_texts` and `check_numbers` raise."""
+    check_texts(file)
+    check_numbers(file)
+
+
 def check_texts(file: GGUF) -> None:
-    """Raise ConversionError for a key or a text of the head that is not UTF-8: upstream decodes all of them."""
+    """Raise ConversionError for a key or a text of the head that is not UTF-8, and for a token that is there twice.
+
+    Upstream decodes all keys and texts. llama.cpp ends the process for two equal tokens, whatever splits a text.
+    """
     for name, field in file.fields.items():
         for text in (name, field.value if field.kind == TEXT else ""):
             if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
                 raise ConversionError(file.name, name, found=text, wanted="text in UTF-8", remedy=_REMEDY)
+    if twice := _twice(file):
+        raise ConversionError(file.name, _TOKENS, found=twice, wanted="each token once", remedy=_REMEDY)
+
+
+def _twice(file: GGUF) -> str:
+    """Return a token that is there twice and its two numbers, "" if each is there once.
+
+    llama.cpp reads a token up to a zero byte, and gives an empty one a name.
+    """
+    field = file.fields.get(_TOKENS)
+    tokens = field.value if field is not None and field.is_array else []
+    if file.get("tokenizer.ggml.model") in _NO_VOCABULARY or not tokens or not isinstance(tokens[0], str):
+        return ""
+    texts = [token.partition("\0")[0] or f"[EMPTY_{at}]" for at, token in enumerate(tokens)]
+    if len(set(texts)) == len(texts):
+        return ""
+    first: dict[str, int] = {}
+    at = next(at for at, text in enumerate(texts) if first.setdefault(text, at) != at)
+    return f"{texts[at]!r} as number {first[texts[at]]} and as number {at}"
 
 
 def check_numbers(file: GGUF, remedy: str = _REMEDY) -> None:
@@ -258,7 +288,7 @@ def check_reader(path: Path) -> None:
             f"kvflash_drafter (--kvflash-drafter) {path} is {found.what}; the policy 'drafter' needs a small model "
             f"that reads a text by itself. {found.use}"
         )
-    check_numbers(file)
+    check_head(file)
     if lack := _vocabulary_lacks(file):
         raise ConfigError(
             f"kvflash_drafter (--kvflash-drafter) {path} has no {lack}; the policy 'drafter' needs a small model "
@@ -268,8 +298,8 @@ def check_reader(path: Path) -> None:
 
 def _vocabulary_lacks(file: GGUF) -> str:
     """Return what llama.cpp would miss when it splits a text into tokens, which ends the process; "" for nothing."""
-    kind, field = file.get("tokenizer.ggml.model"), file.fields.get("tokenizer.ggml.tokens")
-    if kind == "no_vocab" or field is None or not field.is_array:
+    kind, field = file.get("tokenizer.ggml.model"), file.fields.get(_TOKENS)
+    if kind in _NO_VOCABULARY or field is None or not field.is_array:
         return "vocabulary"
     if kind == "llama":  # text that is no token is spelled in bytes
         tokens = frozenset(field.value)

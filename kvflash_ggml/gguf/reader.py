@@ -148,14 +148,12 @@ class Field:
         kind, count = struct.unpack_from("<IQ", self.raw)
         if kind != TEXT:
             return list(struct.unpack_from(f"<{count}{_SCALARS[kind]}", self.raw, 12))
-        return [text.decode("utf-8", "surrogateescape") for text in self._strings(count)]
-
-    def _strings(self, count: int) -> Iterator[bytes]:
-        at = 12
+        texts, at, length, raw = [], 12, _LENGTH.unpack_from, self.raw
         for _ in range(count):
-            (length,) = struct.unpack_from("<Q", self.raw, at)
-            yield self.raw[at + 8 : at + 8 + length]
-            at += 8 + length
+            start = at + _LENGTH.size
+            at = start + length(raw, at)[0]
+            texts.append(raw[start:at].decode("utf-8", "surrogateescape"))
+        return texts
 
 
 @dataclass(frozen=True, slots=True)

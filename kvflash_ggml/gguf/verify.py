@@ -47,8 +47,7 @@ def check(file: GGUF, model: GGUF | None, *, rope_differs: bool = False) -> str:
             model.name, "the target", found="a head for further tokens (MTP) without its model", wanted="a whole model",
             remedy="Give the file of the model.",
         )  # fmt: skip
-    purpose.check_texts(file)
-    purpose.check_numbers(file)
+    purpose.check_head(file)
     aim = None if model is None else target.describe(model)
     if file.architecture == ARCHITECTURE:
         words = _verify_dflash(file, aim, rope_differs=rope_differs)

@@ -68,7 +68,7 @@ class _Search:
             )
         found = kind_of(file)
         if found == SIMPLE:
-            purpose.check_numbers(file)
+            purpose.check_head(file)
         else:
             verify.check(file, self._target, rope_differs=True)
         return found

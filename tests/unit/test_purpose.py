@@ -248,8 +248,17 @@ def test_values_that_a_user_replaces() -> None:
         purpose.check_model(MODELS / "scorer-qwen3-q8_0.gguf", overrides={name: value})
 
 
+def with_tokens(path: Path, kind: str, tokens: list[str]) -> Path:
+    """A model whose vocabulary has these tokens."""
+    texts = [token.encode() for token in tokens]
+    raw = struct.pack("<IQ", 8, len(texts)) + b"".join(struct.pack("<Q", len(text)) + text for text in texts)
+    head = Field.of("general.architecture", "llama"), Field.of("tokenizer.ggml.model", kind)
+    return write_gguf(path, [*head, Field("tokenizer.ggml.tokens", 9, raw)], WEIGHT)
+
+
 SPELLED = {
     "without a kind": ("no_vocab", lambda tokens: tokens, "vocabulary"),
+    "without one": ("none", lambda tokens: tokens, "vocabulary"),
     "of words alone": ("llama", lambda tokens: ["<unk>", "the", "a"], "token for the byte 0 of a text"),
     "without a byte": ("llama", lambda tokens: tokens[:255], "token for the byte 255 of a text"),
     "of bytes": ("llama", lambda tokens: tokens, ""),
@@ -261,12 +270,32 @@ SPELLED = {
 def test_a_vocabulary_spells_every_text(tmp_path: Path, what: str) -> None:
     """llama.cpp ends the process where it misses a token."""
     kind, choose, lack = SPELLED[what]
-    texts = [token.encode() for token in choose([f"<0x{byte:02X}>" for byte in range(256)])]
-    raw = struct.pack("<IQ", 8, len(texts)) + b"".join(struct.pack("<Q", len(text)) + text for text in texts)
-    head = Field.of("general.architecture", "llama"), Field.of("tokenizer.ggml.model", kind)
-    path = write_gguf(tmp_path / "model.gguf", [*head, Field("tokenizer.ggml.tokens", 9, raw)], WEIGHT)
+    path = with_tokens(tmp_path / "model.gguf", kind, choose([f"<0x{byte:02X}>" for byte in range(256)]))
     with pytest.raises(ConfigError, match=f"has no {lack};") if lack else nullcontext():
         purpose.check_reader(path)
+
+
+EQUAL = {
+    "twice": (["a", "b", "c", "b"], "'b' as number 1 and as number 3"),
+    "up to a zero byte": (["a\0b", "c", "a\0d"], "'a' as number 0 and as number 2"),
+    "with the name of an empty one": (["a", "", "[EMPTY_1]"], r"'\[EMPTY_1\]' as number 1 and as number 2"),
+    "empty": (["", "", "\0"], ""),
+    "once each": (["a", "b\0", "[EMPTY_0]"], ""),
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "t5", "rwkv", "no_vocab", "none"])
+@pytest.mark.parametrize("what", EQUAL)
+def test_equal_tokens_are_refused(tmp_path: Path, what: str, kind: str) -> None:
+    """llama.cpp ends the process for them in every vocabulary that it reads, of a model and of a drafter."""
+    tokens, twice = EQUAL[what]
+    path = with_tokens(tmp_path / "model.gguf", kind, tokens)
+    refusal = pytest.raises(ConversionError, match=f"tokens is {twice}; wanted: each token once")
+    with refusal if twice and kind not in ("no_vocab", "none") else nullcontext():
+        purpose.check_model(path, vocab_only=True)
+    for refuses in (purpose.check_reader, lambda path: purpose.check_head(reader.read(path))):
+        with refusal if twice and kind not in ("no_vocab", "none") else suppress(ConfigError):
+            refuses(path)
 
 
 @pytest.mark.parametrize("value", [7, 1.5, True, [1, 2], ""])
