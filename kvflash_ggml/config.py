@@ -185,8 +185,8 @@ class KVFlashConfig:
         help="Which chunks stay resident. qk keeps what the newest queries attend to, drafter what a small model of"
         " its own attends to, lru what was used last. Another installed package can add a policy.",
     )  # fmt: skip
-    drafter: Path | None = _pool(
-        Path, "--kvflash-drafter", metavar="FILE",
+    scorer: Path | None = _pool(
+        Path, "--kvflash-scorer", metavar="FILE",
         help="Small GGUF model for the policy 'drafter'.  [default: one with 'scorer', 'drafter' or 'draft' in its name"
         " beside the model, or in a folder 'drafter' or 'draft' there]",
     )  # fmt: skip
@@ -287,8 +287,8 @@ class KVFlashConfig:
             raise ConfigError(f"give the pool in tokens ({self.pool}) or in bytes ({self.pool_bytes}), not both")
 
     def _check_combinations(self) -> None:
-        if self.drafter is not None and self.policy != "drafter":
-            raise ConfigError(f"the drafter {self.drafter} serves policy='drafter', not policy={self.policy!r}")
+        if self.scorer is not None and self.policy != "drafter":
+            raise ConfigError(f"the scorer {self.scorer} serves policy='drafter', not policy={self.policy!r}")
         if self.answer != "pool" and self.reading in ("pool", "preview"):
             raise ConfigError(
                 f"answer={self.answer!r} sees the whole text, which reading={self.reading!r} does not: leave out one of"

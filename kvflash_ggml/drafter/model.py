@@ -64,7 +64,7 @@ def find(model: str | Path, asked: Path | None, *, serves: Callable[[Path], bool
                     return file
     raise ConfigError(
         f"the policy '{NAME}' needs a small model, and none was found beside {target.name}: give its path as "
-        f"kvflash_drafter (--kvflash-drafter), or put a GGUF file with 'drafter', 'draft' or 'scorer' in its name there"
+        f"kvflash_scorer (--kvflash-scorer), or put a GGUF file with 'drafter', 'draft' or 'scorer' in its name there"
     )
 
 
@@ -84,7 +84,7 @@ def check(path: Path) -> None:
             measure.measure(model, settings, cells=STEP, query_rows=QUERY_ROWS)
     except (ConfigError, UnsupportedModelError) as error:
         raise ConfigError(
-            f"kvflash_drafter (--kvflash-drafter) {path} cannot serve: {error}. Give another small model."
+            f"kvflash_scorer (--kvflash-scorer) {path} cannot serve: {error}. Give another small model."
         ) from error
 
 
@@ -95,8 +95,8 @@ def of_policy(path: str, config: KVFlashConfig) -> Path | None:
     """
     if config.policy != NAME:
         return None
-    found = find(path, config.drafter, serves=purpose.reads_alone)
-    if config.drafter is not None:
+    found = find(path, config.scorer, serves=purpose.reads_alone)
+    if config.scorer is not None:
         purpose.check_reader(found)
     return found
 

@@ -285,13 +285,13 @@ def check_reader(path: Path) -> None:
     found = part(file)
     if found is not None:
         raise ConfigError(
-            f"kvflash_drafter (--kvflash-drafter) {path} is {found.what}; the policy 'drafter' needs a small model "
+            f"kvflash_scorer (--kvflash-scorer) {path} is {found.what}; the policy 'drafter' needs a small model "
             f"that reads a text by itself. {found.use}"
         )
     check_head(file)
     if lack := _vocabulary_lacks(file):
         raise ConfigError(
-            f"kvflash_drafter (--kvflash-drafter) {path} has no {lack}; the policy 'drafter' needs a small model "
+            f"kvflash_scorer (--kvflash-scorer) {path} has no {lack}; the policy 'drafter' needs a small model "
             "that reads a text by itself. Convert it with its tokenizer."
         )
 

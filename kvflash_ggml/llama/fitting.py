@@ -116,8 +116,8 @@ def without_loading(path: str, keywords: dict[str, Any]) -> tuple[Placement, tup
     if not endpoints:
         library.ensure_gpu_offload(asked.upstream.get("n_gpu_layers", 0))
     others = beside(path, asked)
-    if asked.config is not None and asked.config.drafter is not None:
-        drafter.check(asked.config.drafter)
+    if asked.config is not None and asked.config.scorer is not None:
+        drafter.check(asked.config.scorer)
     with servers.connected(endpoints):
         return predicted(path, asked, others, endpoints)
 

@@ -20,7 +20,7 @@ class PoolKeywords(TypedDict, total=False):
 
     kvflash: KVFlashConfig | int | str | None
     kvflash_policy: str | Scorer | None
-    kvflash_drafter: str | Path | None
+    kvflash_scorer: str | Path | None
     kvflash_tau: int | None
     kvflash_calibrate: bool | str | Path | None
     kvflash_deterministic: bool | None

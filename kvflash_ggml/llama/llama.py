@@ -88,7 +88,7 @@ class Llama(llama_cpp.Llama):
 
     kvflash: None for the full cache; for a pool a number of tokens, a size in bytes as "2G", or "auto"; or a
         KVFlashConfig.
-    kvflash_policy, kvflash_drafter, kvflash_tau, kvflash_calibrate, kvflash_deterministic, kvflash_reading,
+    kvflash_policy, kvflash_scorer, kvflash_tau, kvflash_calibrate, kvflash_deterministic, kvflash_reading,
         kvflash_preview_share, kvflash_stage, kvflash_answer, kvflash_spec, kvflash_pins, kvflash_spill,
         kvflash_host_limit: fields of KVFlashConfig, by keyword.
     kvflash_cache: a prefix cache, or the folder of one with default settings; the same as `set_cache`.
@@ -160,8 +160,8 @@ class Llama(llama_cpp.Llama):
         self._found: tuple[Found, ...] = ()
         if self._config is not None:
             self._drafter = drafter.of_policy(model_path, self._config)
-            if self._config.drafter is not None:
-                drafter.check(self._config.drafter)
+            if self._config.scorer is not None:
+                drafter.check(self._config.scorer)
             if self._drafter is None:
                 self._scorer = policy.resolve(self._config.policy)
             self._found = search(Path(model_path), self._config)

@@ -41,14 +41,14 @@ LONG = 1 << 20
 """Tokens of a full cache. llama.cpp takes minutes until it finds no room for a much longer one."""
 
 _PREFIX = "kvflash"
-_PATHS = ("drafter", "spill", "calibrate")
+_PATHS = ("scorer", "spill", "calibrate")
 
 _KINDS: dict[Any, tuple[str, tuple[str, ...]]] = {
     Integral: ("a whole number", (
         "n_ctx", "n_batch", "n_ubatch", "n_threads", "n_threads_batch", "n_cpu_moe", "n_gpu_layers", "main_gpu",
         "split_mode",
     )),
-    (str, os.PathLike): ("the path of a file or folder", ("mmproj", "lora_path", "kvflash_drafter", "kvflash_spill")),
+    (str, os.PathLike): ("the path of a file or folder", ("mmproj", "lora_path", "kvflash_scorer", "kvflash_spill")),
     Iterable: ("a list", ("kvflash_pins", "device", "override_tensor", "rpc", "tensor_split")),
     Mapping: ("a dict", ("kv_overrides",)),
 }  # fmt: skip

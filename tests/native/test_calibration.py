@@ -325,7 +325,7 @@ def policy(request: Any, models: dict[str, Path], loaded: None, tmp_path: Path) 
     path = with_context(models["small"], tmp_path / "small.gguf", 1024)
     if request.param != "drafter":
         path = with_other_tokens(path, tmp_path / "other.gguf")
-    return {"kvflash_policy": "drafter", "kvflash_drafter": path}
+    return {"kvflash_policy": "drafter", "kvflash_scorer": path}
 
 
 def test_the_same_text_brings_the_same_chunks(

@@ -82,7 +82,7 @@ def test_a_needle_across_two_chunks_is_found(llama: Any) -> None:
 
 
 def test_a_drafter_with_another_tokenizer(llama: Any, other_tokens: Path) -> None:
-    llm = llama(**POOLED, kvflash_drafter=other_tokens)
+    llm = llama(**POOLED, kvflash_scorer=other_tokens)
     found = [ask(llm, seed=seed) for seed in (1, 2, 3)]
     assert sum(found) >= 2
     assert llm.kvflash.page_ins > 0
@@ -172,7 +172,7 @@ def test_a_cut_leaves_what_a_fresh_drafter_has(cut: int, target: Any, tokens: An
 
 def test_a_shorter_context_slides(llama: Any, tokens: Any, tmp_path: Path) -> None:
     path = with_context(SMALL, tmp_path / "short.gguf", 1024)
-    llm = llama(**POOLED, kvflash_drafter=path)
+    llm = llama(**POOLED, kvflash_scorer=path)
     llm.eval(tokens[:4000].tolist())
     window = reader_of(llm).window
     assert window.base > 2000
@@ -234,7 +234,7 @@ def test_a_drafter_that_cannot_serve_is_reported(llama: Any, tokens: Any, tmp_pa
         ),
         (not_finite(SMALL, tmp_path / "nan.gguf"), "DecodeError: its attention is not finite"),
     ):
-        llm = llama(**POOLED, kvflash_drafter=path)
+        llm = llama(**POOLED, kvflash_scorer=path)
         llm.eval(tokens[:900].tolist())
         go_on(llm, 8)
         assert f"{path} cannot be used ({why}" in caplog.text
@@ -244,7 +244,7 @@ def test_a_drafter_that_cannot_serve_is_reported(llama: Any, tokens: Any, tmp_pa
 def test_where_a_drafter_is_looked_for(tmp_path: Path) -> None:
     model = tmp_path / "My-draft-model.gguf"
     model.touch()
-    with pytest.raises(ConfigError, match=r"none was found beside My-draft-model\.gguf.*kvflash_drafter"):
+    with pytest.raises(ConfigError, match=r"none was found beside My-draft-model\.gguf.*kvflash_scorer"):
         drafter.find(model, None)
     found = []
     for name in ("draft/a-draft.gguf", "drafter/x-SCORER.GGUF", "b-draft.gguf", "a-drafter.gguf", "z-scorer.gguf"):
@@ -289,7 +289,7 @@ def test_without_a_drafter_the_policy_is_refused(models: Any, tmp_path: Path) ->
 )
 def test_a_file_that_cannot_read_alone_is_refused_at_the_start(llama: Any, tmp_path: Path, name: str, why: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}.*{why}|{why}.*{name}"):
-        llama(**POOLED, kvflash_drafter=MODELS / name)
+        llama(**POOLED, kvflash_scorer=MODELS / name)
 
 
 def test_a_damaged_drafter_is_refused_at_the_start(llama: Any, tmp_path: Path) -> None:
@@ -297,17 +297,17 @@ def test_a_damaged_drafter_is_refused_at_the_start(llama: Any, tmp_path: Path) -
     for data in (b"GGUF, but not really" * 100, SMALL.read_bytes()[:200000], b"", b"a text"):
         broken.write_bytes(data)
         with pytest.raises(ConversionError, match=r"broken\.gguf"):
-            llama(**POOLED, kvflash_drafter=broken)
+            llama(**POOLED, kvflash_scorer=broken)
 
 
 def test_a_drafter_that_llama_cpp_cannot_run_is_refused_with_its_reason(llama: Any, tmp_path: Path) -> None:
     odd = small_target(tmp_path / "odd.gguf", architecture="no-such", whole=True)
     with pytest.raises(ConfigError, match=r"odd\.gguf cannot serve: .*unknown model architecture: 'no-such'"):
-        llama(**POOLED, kvflash_drafter=odd)
+        llama(**POOLED, kvflash_scorer=odd)
     for fit in (False, True):
         with pytest.raises(ConfigError, match=r"odd\.gguf cannot serve"):
             fitting.without_loading(
-                str(MODELS / "recall-qwen3-q8_0.gguf"), {**POOLED, "kvflash_drafter": odd, "fit": fit or None}
+                str(MODELS / "recall-qwen3-q8_0.gguf"), {**POOLED, "kvflash_scorer": odd, "fit": fit or None}
             )
 
 

@@ -60,7 +60,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, loaded: None, tokens: Any) -
     path = tmp_path_factory.mktemp("drafter") / "session.kvs"
     model = MODELS / "recall-qwen3-q8_0.gguf"
     drafter = MODELS / "scorer-qwen3-q8_0.gguf"
-    llm = Llama(str(model), verbose=False, n_threads=1, kvflash_drafter=drafter, **POOLED)
+    llm = Llama(str(model), verbose=False, n_threads=1, kvflash_scorer=drafter, **POOLED)
     llm.eval(tokens[:1500].tolist())
     llm.save_snapshot(path)
     llm.close()
@@ -93,7 +93,7 @@ def changed(data: bytes, change: Change) -> bytes:
 
 def restored(llama: Any, saved: bytes, change: Change, path: Path) -> Any:
     path.write_bytes(changed(saved, change))
-    llm = llama("dense", **POOLED, kvflash_drafter=MODELS / "scorer-qwen3-q8_0.gguf")
+    llm = llama("dense", **POOLED, kvflash_scorer=MODELS / "scorer-qwen3-q8_0.gguf")
     llm.load_snapshot(path)
     return llm
 

@@ -30,7 +30,7 @@ def test_another_process_goes_on_bit_for_bit(
     bridged: bool, llama: Callable[..., Any], tokens: Any, other_tokens: Path, tmp_path: Path
 ) -> None:
     """A new Llama loads the drafter anew; only the new tokens go through it."""
-    settings = POOLED | {"kvflash_drafter": other_tokens if bridged else SMALL}
+    settings = POOLED | {"kvflash_scorer": other_tokens if bridged else SMALL}
     llm = llama(**settings)
     llm.eval(tokens[:3000].tolist())
     go_on(llm, 20)
@@ -48,7 +48,7 @@ def test_another_process_goes_on_bit_for_bit(
 
 
 def test_the_same_process_goes_on_bit_for_bit(llama: Callable[..., Any], tokens: Any) -> None:
-    llm = llama(**POOLED, kvflash_drafter=SMALL)
+    llm = llama(**POOLED, kvflash_scorer=SMALL)
     llm.eval(tokens[:2000].tolist())
     saved = inside(llm).saved(None)
     want = go_on(llm)
@@ -59,11 +59,11 @@ def test_the_same_process_goes_on_bit_for_bit(llama: Callable[..., Any], tokens:
 def test_another_drafter_reads_the_text_again(
     llama: Callable[..., Any], tokens: Any, other_tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    llm = llama(**POOLED, kvflash_drafter=SMALL)
+    llm = llama(**POOLED, kvflash_scorer=SMALL)
     llm.eval(tokens[:2000].tolist())
     llm.save_snapshot(tmp_path / "session.kvs")
     llm.close()
-    other = llama(**POOLED, kvflash_drafter=other_tokens)
+    other = llama(**POOLED, kvflash_scorer=other_tokens)
     other.load_snapshot(tmp_path / "session.kvs")
     with caplog.at_level(logging.WARNING, "kvflash_ggml"):
         go_on(other)

@@ -184,7 +184,7 @@ def test_a_model_whose_file_has_been_replaced_is_not_saved_as_another(
 def test_a_kept_text_has_no_pages_of_the_drafter(llama: Any, tokens: Any) -> None:
     """They would stay in host memory for nothing: a restored text does not use them."""
     small = MODELS / "scorer-qwen3-q8_0.gguf"
-    settings = POOL | {"n_ubatch": 128, "kvflash_policy": "drafter", "kvflash_drafter": small}
+    settings = POOL | {"n_ubatch": 128, "kvflash_policy": "drafter", "kvflash_scorer": small}
     llm = llama("dense", **settings, kvflash_cache=PrefixCache())
     next(llm.generate(tokens[:2000].tolist(), temp=0))
     assert len(inside(llm).prefixes._memory)

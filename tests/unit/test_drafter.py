@@ -293,9 +293,9 @@ def test_the_name_alone_is_refused_where_no_model_is_known() -> None:
 
 
 def test_a_drafter_for_another_policy_is_refused() -> None:
-    assert KVFlashConfig(policy="drafter", drafter=Path("a.gguf")).drafter == Path("a.gguf")
+    assert KVFlashConfig(policy="drafter", scorer=Path("a.gguf")).scorer == Path("a.gguf")
     with pytest.raises(ConfigError, match=r"a\.gguf.*'qk'"):
-        KVFlashConfig(drafter=Path("a.gguf"))
+        KVFlashConfig(scorer=Path("a.gguf"))
 
 
 def test_the_command_line_names_a_drafter() -> None:
@@ -303,12 +303,12 @@ def test_the_command_line_names_a_drafter() -> None:
     @pool_options
     def show(pool: Any) -> None:
         config = pool.config()
-        click.echo(f"{config.policy} {config.drafter}")
+        click.echo(f"{config.policy} {config.scorer}")
 
     line = ["--kvflash", "512", "--kvflash-policy", "drafter"]
     assert CliRunner().invoke(show, line).output == "drafter None\n"
-    assert CliRunner().invoke(show, [*line, "--kvflash-drafter", "a.gguf"]).output == "drafter a.gguf\n"
-    assert CliRunner().invoke(show, line, env={"KVFLASH_DRAFTER": "b.gguf"}).output == "drafter b.gguf\n"
+    assert CliRunner().invoke(show, [*line, "--kvflash-scorer", "a.gguf"]).output == "drafter a.gguf\n"
+    assert CliRunner().invoke(show, line, env={"KVFLASH_SCORER": "b.gguf"}).output == "drafter b.gguf\n"
 
 
 def test_its_scores_are_saved_with_the_text() -> None:

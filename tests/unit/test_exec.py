@@ -192,7 +192,7 @@ def test_a_file_that_cannot_be_executed_is_named(tmp_path: Path, monkeypatch: py
         ("--kvflash auto", "PROGRAM"),
         ("--kvflash auto -- no-such-program-here", "no-such-program-here"),
         ("--kvflash auto --kvflash-report x.html -- python", "--kvflash-report"),
-        ("--kvflash auto --kvflash-drafter x.gguf -- python", "drafter"),
+        ("--kvflash auto --kvflash-scorer x.gguf -- python", "the scorer x.gguf serves"),
     ],
 )
 def test_what_cannot_be_run_is_said(line: str, message: str, started: Any) -> None:
