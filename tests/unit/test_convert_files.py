@@ -102,8 +102,11 @@ KEYS: list[tuple[str, Any, str]] = [
     ("tokenizer.ggml.mask_token_id", VOCAB, "mask token"),
     ("tokenizer.ggml.tokens", None, "vocabulary"),
     ("tokenizer.ggml.tokens", array("tokenizer.ggml.tokens", 8, [checkpoints.text("x")] * VOCAB),
+     "tokenizer.ggml.tokens"),
+    ("tokenizer.ggml.tokens", array("tokenizer.ggml.tokens", 8, [checkpoints.text(f"x{n}") for n in range(VOCAB)]),
      "the hash of the tokens"),
-    ("tokenizer.ggml.tokens", array("tokenizer.ggml.tokens", 8, [checkpoints.text("x")] * (VOCAB + 1)), "vocabulary"),
+    ("tokenizer.ggml.tokens", array("tokenizer.ggml.tokens", 8, [checkpoints.text(f"x{n}") for n in range(VOCAB + 1)]),
+     "vocabulary"),
 ]  # fmt: skip
 
 
