@@ -27,6 +27,7 @@ _CHANGING = re.compile(r"(?<=\bcch=)[0-9a-zA-Z]+")
 _BILLING = "x-anthropic-billing-header:"
 
 _NAMES = {
+    "messages": "messages",
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",

@@ -158,7 +158,7 @@ class Below:
 
 async def _api_error(request: Request, err: Exception) -> Response:
     assert isinstance(err, ApiError)
-    return err.response(request.url.path)
+    return err.renamed(request.scope.get(fields.NAMES, {})).response(request.url.path)
 
 
 async def _http_error(request: Request, err: Exception) -> Response:

@@ -16,7 +16,7 @@ from ..batching.messages import Event, Finished, Image, Logprob, Piece, Request,
 from ..chat.reader import Rendered
 from ..chat.values import ChatInput, Reasoning
 from . import bodies
-from .errors import ApiError, invalid
+from .errors import ApiError, blaming, invalid
 from .exchange import ChoiceAnswer, dumps
 from .fields import note
 from .front import Front, several
@@ -122,20 +122,25 @@ async def _prompt(
 
 def _rendered(front: Front, asked: ChatRequest, images: Images) -> Rendered:
     formatted = _formatted(asked)
-    rendered = front.prompts.chat(_input(asked, images, formatted=formatted))
+    given = _input(asked, images, formatted=formatted)
+    with blaming("messages"):
+        rendered = front.prompts.chat(given)
     if rendered.grammar is not None and not formatted:
-        front.prompts.check_grammar(rendered.grammar, images.salt)
+        front.check_grammar(rendered.grammar, "tools", images.salt)
     return rendered
 
 
 def _tokens(front: Front, asked: ChatRequest, prompt: str, images: Images) -> tuple[list[int], int, tuple[Image, ...]]:
-    tokens, seen = images.tokens(prompt)
+    with blaming("messages"):
+        tokens, seen = images.tokens(prompt)
     return tokens, _system_end(front, asked.messages, prompt, tokens), seen
 
 
 def render(front: Front, http: HttpRequest, asked: TemplateRequest) -> str:
     """Write a chat as text, with llama.cpp's mark for an image. ApiError for content that cannot be read."""
-    return front.prompts.chat(_input(asked, Images(front, front.salt(http, asked)))).prompt.replace(MARK, "<__media__>")
+    given = _input(asked, Images(front, front.salt(http, asked)))
+    with blaming("messages"):
+        return front.prompts.chat(given).prompt.replace(MARK, "<__media__>")
 
 
 RENDERER = frozenset(

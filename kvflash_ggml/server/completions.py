@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from ..batching.messages import Event, Finished, Logprob, Piece, Request, Started
 from ..errors import ContextFull
-from .errors import ApiError, invalid
+from .errors import ApiError, blaming, invalid
 from .exchange import ChoiceAnswer, frame
 from .front import Front, several
 from .schema import MAX_ANSWERS, CompletionRequest, Prompt, RawRequest
@@ -28,7 +28,7 @@ async def completions(front: Front, http: HttpRequest) -> Response:
     requests: list[Request] = []
     answers: list[TextAnswer] = []
     for prompt in prompts:
-        tokens = await front.work(http, prompt_tokens, front, prompt, asked.suffix)
+        tokens = await front.work(http, prompt_tokens, front, prompt, suffix=asked.suffix)
         more: Any = {"max_tokens": asked.max_tokens, "logprobs": asked.logprobs, "grammar": grammar}
         more |= {"kind": "cmpl", "prompt_logprobs": measured}
         request = await front.work(http, front.make, http, asked, tokens, **more)
@@ -53,25 +53,27 @@ def text_of(front: Front, tokens: list[int]) -> str:
     return front.prompts.detokenize(tokens).decode("utf-8", "replace")
 
 
-def prompt_tokens(front: Front, prompt: Prompt, suffix: str | None = None) -> list[int]:
+def prompt_tokens(front: Front, prompt: Prompt, *, where: str = "prompt", suffix: str | None = None) -> list[int]:
     """Return the tokens of one prompt, given as text, as tokens, or as both. On a thread of the front's.
 
-    suffix: the text behind a gap that the answer fills. ApiError, 501, if the model cannot fill gaps.
+    where: the field that has it. suffix: the text behind a gap that the answer fills. ApiError, 501, if the model
+    cannot fill gaps.
     """
     if suffix is not None:
         check_gap(front, "suffix")
         if not isinstance(prompt, str):
             raise invalid("suffix", "it needs a prompt that is a text")
-        return gap_tokens(front, prompt, suffix)
+        return gap_tokens(front, prompt, suffix, where=(where, "suffix"))
     n_ctx, tokens = front.scheduler.model.n_ctx, list[int]()
-    for i, part in enumerate([prompt] if isinstance(prompt, str) else prompt):
-        if isinstance(part, str):
-            if len(tokens) > n_ctx:  # the texts that follow could take minutes
-                raise ContextFull(f"the prompt has more than {n_ctx} tokens: shorten it, or start with a larger -c")
-            tokens += front.prompts.tokenize(part, add_special=i == 0, parse_special=True)
-        else:
-            tokens.append(part)
-    return known_tokens(front, tokens, "prompt")
+    with blaming(where):
+        for i, part in enumerate([prompt] if isinstance(prompt, str) else prompt):
+            if isinstance(part, str):
+                if len(tokens) > n_ctx:  # the texts that follow could take minutes
+                    raise ContextFull(f"the prompt has more than {n_ctx} tokens: shorten it, or start with a larger -c")
+                tokens += front.prompts.tokenize(part, add_special=i == 0, parse_special=True)
+            else:
+                tokens.append(part)
+    return known_tokens(front, tokens, where)
 
 
 def check_gap(front: Front, what: str) -> None:
@@ -91,30 +93,35 @@ def gap_tokens(
     prefix: str,
     suffix: str,
     *,
+    where: tuple[str, str],
     files: Sequence[tuple[str, str]] = (),
     begun: str = "",
     most: int = 0,
 ) -> list[int]:
     """Return the prompt that asks a model for the text between `prefix` and `suffix`, as llama-server makes it.
 
-    files: name and text of further files; their beginning is left out where the context has no room for all of them and
-    `most` tokens of an answer, a quarter of the context for -1. begun: the beginning of what fills the gap.
+    where: the fields that have the two, for errors. files: name and text of further files; their beginning is left out
+    where the context has no room for all of them and `most` tokens of an answer, a quarter of the context for -1.
+    begun: the beginning of what fills the gap.
     """
     gap, n_ctx = front.prompts.gap, front.scheduler.model.n_ctx
 
-    def plain(text: str) -> list[int]:
-        return front.prompts.tokenize(text, add_special=False, parse_special=False)
+    def plain(text: str, where: str | None = None) -> list[int]:
+        with blaming(where):
+            return front.prompts.tokenize(text, add_special=False, parse_special=False)
 
     extra = [gap["sep"], *plain("filename\n")] if "sep" in gap else []
     for name, text in reversed(files):
         if len(extra) > n_ctx:  # the files before would only take time
             break
-        head = [gap["sep"], *plain(f"{name}\n")] if "sep" in gap else plain("\n\n--- snippet ---\n\n")
-        extra = [*head, *plain(text), *extra]
+        snippet = plain("\n\n--- snippet ---\n\n")
+        head = [gap["sep"], *plain(f"{name}\n", "input_extra")] if "sep" in gap else snippet
+        extra = [*head, *plain(text, "input_extra"), *extra]
     if "rep" in gap:
         extra = [gap["rep"], *plain("myproject\n"), *extra]
     bos = front.prompts.tokenize("", add_special=True, parse_special=False)
-    asked = [gap["pre"], *plain(prefix), *plain(begun), gap["suf"], *plain(suffix), gap["mid"]]
+    before, behind = [*plain(prefix, where[0]), *plain(begun, "prompt")], plain(suffix, where[1])
+    asked = [gap["pre"], *before, gap["suf"], *behind, gap["mid"]]
     room = max(0, n_ctx - 1 - len(bos) - len(asked) - (most if most >= 0 else n_ctx // 4))
     return [*bos, *extra[max(0, len(extra) - room) :], *asked]
 

@@ -13,12 +13,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from ..arrays import Floats
-from ..errors import ContextFull
 from .completions import prompt_tokens
-from .errors import ApiError, invalid
+from .errors import ApiError, blaming, invalid
 from .exchange import LongJSON
 from .front import Front
-from .schema import Prompt, Whole, _Asked, _prompts
+from .schema import Prompt, Whole, _all, _Asked, _named, _prompts
 
 if TYPE_CHECKING:
     from ..llama.embedding import Embedded, Embedder
@@ -33,7 +32,16 @@ def _input(value: Any) -> list[Prompt]:
     return _prompts(value, MAX_TEXTS)
 
 
+def _texts(value: Any) -> list[Prompt]:
+    """The texts of a request of Ollama's, which knows no tokens."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list):
+        raise ValueError(f"it is {_named(value)}, and must be a text or a list of texts")
+    return _input(_all(texts, str, "a text"))
+
+
 Input = Annotated[list[Prompt], PlainValidator(_input)]
+Texts = Annotated[list[Prompt], PlainValidator(_texts)]
 
 
 class EmbeddingsRequest(_Asked):
@@ -62,7 +70,7 @@ class RerankRequest(_Asked):
 class OllamaEmbedRequest(_Asked):
     """truncate: cut what is too long, which is an error otherwise. keep_alive: without effect."""
 
-    input: Input
+    input: Texts
     truncate: bool = True
     dimensions: Whole | None = Field(None, ge=1)
     keep_alive: str | float | None = None
@@ -75,10 +83,10 @@ class OllamaPromptRequest(_Asked):
 
 async def embeddings(front: Front, http: HttpRequest) -> Response:
     asked: EmbeddingsRequest = await front.asked(http, EmbeddingsRequest)
-    texts = asked.input if asked.content is None else asked.content
+    where, texts = ("input", asked.input) if asked.content is None else ("content", asked.content)
     if texts is None:
         raise invalid("input", "it is missing")
-    found, count = await _embedded(front, http, texts, dimensions=asked.dimensions)
+    found, count = await _embedded(front, http, texts, where=where, dimensions=asked.dimensions)
     return await front.work(http, lambda: LongJSON(_listed(front, asked, found, count)))
 
 
@@ -93,14 +101,14 @@ def _listed(front: Front, asked: EmbeddingsRequest, found: Sequence[Floats], cou
 
 async def rerank(front: Front, http: HttpRequest) -> Response:
     asked: RerankRequest = await front.asked(http, RerankRequest)
-    documents = asked.documents if asked.texts is None else asked.texts
+    where, documents = ("documents", asked.documents) if asked.texts is None else ("texts", asked.texts)
     if documents is None:
         raise invalid("documents", "it is missing")
     embedder = _embedder(front, ranks=True)
-    pairs = await front.work(http, _pairs, front, embedder, asked.query, documents)
+    pairs = await front.work(http, _pairs, front, embedder, asked.query, documents, where)
     scores, count = [], 0
     for pair in pairs:
-        found = await _one(front, http, embedder, pair)
+        found = await _one(front, http, embedder, pair, where)
         scores.append(float(found.values[0]))
         count += found.tokens
     best = sorted(range(len(scores)), key=lambda i: -scores[i])[: asked.top_n]
@@ -120,7 +128,8 @@ async def rerank(front: Front, http: HttpRequest) -> Response:
 async def ollama_embed(front: Front, http: HttpRequest) -> Response:
     asked: OllamaEmbedRequest = await front.asked(http, OllamaEmbedRequest)
     began = time.monotonic()
-    found, count = await _embedded(front, http, asked.input, dimensions=asked.dimensions, cut=asked.truncate)
+    shape: Any = {"dimensions": asked.dimensions, "cut": asked.truncate}
+    found, count = await _embedded(front, http, asked.input, where="input", **shape)
     said = {
         "model": front.settings.alias,
         "total_duration": round((time.monotonic() - began) * 1e9),
@@ -132,7 +141,7 @@ async def ollama_embed(front: Front, http: HttpRequest) -> Response:
 
 async def ollama_prompt(front: Front, http: HttpRequest) -> Response:
     asked: OllamaPromptRequest = await front.asked(http, OllamaPromptRequest)
-    (found,), _ = await _embedded(front, http, [asked.prompt], cut=True)
+    (found,), _ = await _embedded(front, http, [asked.prompt], where="prompt", cut=True)
     return JSONResponse({"embedding": found.tolist()})
 
 
@@ -150,15 +159,19 @@ async def _embedded(
     http: HttpRequest,
     texts: Sequence[Prompt],
     *,
+    where: str,
     dimensions: int | None = None,
     cut: bool = False,
 ) -> tuple[list[Floats], int]:
-    """Return the embeddings of texts, and how many tokens they have. Others are answered between two of them."""
+    """Return the embeddings of texts, and how many tokens they have. Others are answered between two of them.
+
+    where: the field that has the texts.
+    """
     embedder = _embedder(front, ranks=False)
     found, count = [], 0
     for text in texts:
-        tokens = await front.work(http, prompt_tokens, front, text)
-        one = await _one(front, http, embedder, tokens[: embedder.most] if cut else tokens)
+        tokens = await front.work(http, prompt_tokens, front, text, where=where)
+        one = await _one(front, http, embedder, tokens[: embedder.most] if cut else tokens, where)
         if dimensions is not None and dimensions > len(one.values):
             raise invalid("dimensions", f"{dimensions}, and this model has {len(one.values)}: ask for no more")
         values = one.values[:dimensions]
@@ -167,31 +180,37 @@ async def _embedded(
     return found, count
 
 
-async def _one(front: Front, http: HttpRequest, embedder: Embedder, tokens: list[int]) -> Embedded:
-    """Evaluate a text between two answers, unless the client has left."""
+async def _one(front: Front, http: HttpRequest, embedder: Embedder, tokens: list[int], where: str) -> Embedded:
+    """Evaluate a text between two answers, unless the client has left. where: the field that has it."""
     if not tokens:
-        raise invalid("input", "a text is empty")
+        raise invalid(where, "a text is empty")
     if await http.is_disconnected():
         raise ApiError(499, "the client has left", code="cancelled")
-    try:
+    with blaming(where):
         found: Embedded = await front.engine(lambda: embedder.embed(np.array(tokens, np.int32)))
-    except ContextFull as err:
-        raise ApiError(400, str(err), code="context_length_exceeded", param="input") from None
     return found
 
 
-def _pairs(front: Front, embedder: Embedder, query: str, documents: Sequence[str]) -> list[list[int]]:
-    """Make the prompt of each document as llama-server does: by the model's template, or with marks between them."""
-    tokenize, template = front.prompts.tokenize, embedder.template
+def _pairs(front: Front, embedder: Embedder, query: str, documents: Sequence[str], where: str) -> list[list[int]]:
+    """Make the prompt of each document as llama-server does: by the model's template, or with marks between them.
+
+    where: the field that has the documents.
+    """
+    template = embedder.template
+
+    def tokenize(text: str, where: str, *, parse_special: bool = False) -> list[int]:
+        with blaming(where):
+            return front.prompts.tokenize(text, add_special=False, parse_special=parse_special)
+
     if template is not None:
         begin, between, end = _split(template)
         texts = [f"{begin}{query}{between}{document}{end}" for document in documents]
-        return [tokenize(text, add_special=False, parse_special=True) for text in texts]
-    marks, asked = embedder.marks, tokenize(query, add_special=False, parse_special=False)
+        return [tokenize(text, where, parse_special=True) for text in texts]
+    marks, asked = embedder.marks, tokenize(query, "query")
     return [
         [
             *marks["bos"], *asked, *marks["eos"], *marks["sep"],
-            *tokenize(document, add_special=False, parse_special=False), *marks["eos"],
+            *tokenize(document, where), *marks["eos"],
         ]
         for document in documents
     ]  # fmt: skip

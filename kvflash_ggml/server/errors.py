@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
 from starlette.responses import Response
 
 from ..batching import messages
+from ..chat.schemas import SchemaError
+from ..errors import ConfigError, ContextFull
 
 _TYPES = {
     401: "authentication_error",
@@ -89,6 +92,24 @@ class ApiError(Exception):
     def ollamas_body(self) -> dict[str, Any]:
         return {"error": self.message}
 
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """Return the error with the field as the client calls it. names: by those of a chat.
+
+        Messages of a chat are not the client's one by one, so their numbers are left out.
+        """
+        param, message = self.param or "", self.message
+        first, dot, rest = param.partition(".")
+        if first not in names:
+            return self
+        if first == "messages":
+            said = names[first]
+            message = said + message[len(param) :] if message.startswith(param) else message
+        else:
+            said, message = f"{names[first]}{dot}{rest}", message.replace(first, names[first])
+        return ApiError(
+            self.status, message, code=self.code, param=said, retry_after_s=self.retry_after_s, more=self.more
+        )
+
     def response(self, path: str) -> Response:
         """Return the answer. path: of the request; it says which shape the client reads."""
         headers = {}
@@ -112,6 +133,19 @@ def invalid(param: str, why: str) -> ApiError:
     return ApiError(400, f"{param}: {why}", code="invalid_value", param=param)
 
 
+@contextmanager
+def blaming(param: str | None) -> Iterator[None]:
+    """Turn what a user can do wrong into an ApiError. param: the wrong field, unless a schema's error says."""
+    try:
+        yield
+    except ContextFull as err:
+        raise ApiError(400, str(err), code="context_length_exceeded", param=param) from None
+    except SchemaError as err:
+        raise ApiError(400, str(err), code="invalid_schema", param=err.where) from None
+    except ConfigError as err:
+        raise ApiError(400, str(err), code="invalid_value", param=param) from None
+
+
 def shutting_down() -> ApiError:
     """Make the error for what comes while the server drains."""
     return ApiError(503, "the server is shutting down: try again later", code="draining", retry_after_s=30)
@@ -121,5 +155,4 @@ def from_failure(failed: messages.Failed, *, retry_after_s: float) -> ApiError:
     """Return the error for the client of an answer that failed."""
     status = _STATUS.get(failed.code, 500)
     again = retry_after_s if status == 503 else None
-    param = "messages" if failed.code == messages.CONTEXT else None
-    return ApiError(status, failed.message, code=failed.code, param=param, retry_after_s=again)
+    return ApiError(status, failed.message, code=failed.code, retry_after_s=again)

@@ -18,6 +18,9 @@ HEADER = "X-KVFlash-Ignored"
 IGNORED = "kvflash.ignored"
 """Where in a request's scope the names are."""
 
+NAMES = "kvflash.names"
+"""In the scope of a request that became a chat: what the client calls the fields of that."""
+
 MAX_TOLD = 16
 MAX_NAME = 48
 
@@ -66,8 +69,9 @@ def told(name: str, value: Any) -> str | None:
 
 def note(request: HttpRequest, names: Sequence[str]) -> None:
     """Add names of what was left out of a request: items, blocks and tools of kinds that are not known."""
-    noted = request.scope.get(IGNORED, ())
-    request.scope[IGNORED] = list(dict.fromkeys((*noted, *names)))
+    noted, said = request.scope.get(IGNORED, ()), request.scope.get(NAMES, {})
+    parts = (name.partition(".") for name in names)
+    request.scope[IGNORED] = list(dict.fromkeys((*noted, *(said.get(a, a) + dot + b for a, dot, b in parts))))
 
 
 def tell(request: HttpRequest, response: Response, logged: set[tuple[str, ...]]) -> None:

@@ -24,7 +24,7 @@ from ..chat.formats import schema_of
 from ..chat.values import Grammar
 from ..errors import ConfigError
 from . import bodies, fields
-from .errors import ApiError, invalid
+from .errors import ApiError, blaming, invalid
 from .exchange import Answer, EventStream, LongJSON, collected, submitted, whole
 from .intake import KEY, TAKEN, Intake
 from .prompts import Prompts
@@ -174,7 +174,7 @@ class Front(Intake):
         """
         n_ctx, settings, pool = self.scheduler.model.n_ctx, self.settings, asked.kvflash
         if not tokens:
-            raise invalid("prompt", "it is empty")
+            raise invalid(asked.ASKS, "it is empty")
         if len(tokens) + 1 > n_ctx:
             raise ApiError(
                 400,
@@ -182,7 +182,7 @@ class Front(Intake):
                 f"prompt is too long: {len(tokens)} tokens > {n_ctx} maximum, with the answer: shorten it, or start "
                 f"the server with a larger -c",
                 code="context_length_exceeded",
-                param="messages",
+                param=asked.ASKS,
                 more={"n_prompt_tokens": len(tokens), "n_ctx": n_ctx},
             )
         wanted = settings.default_tokens if max_tokens < 0 else max_tokens
@@ -268,20 +268,30 @@ class Front(Intake):
             raise invalid("grammar", "it excludes a JSON format")
         salt = self.salt(http, asked)
         if found is not None:
-            return await self.work(http, self._schema_grammar, http, *found, salt)
+            where = "response_format" if schema is None else "json_schema"
+            return await self.work(http, self._schema_grammar, http, *found, where, salt)
         if text is not None:
-            await self.work(http, self.prompts.check_grammar, text, salt)
+            await self.work(http, self.check_grammar, text, "grammar", salt)
         return text
 
-    def _schema_grammar(self, http: HttpRequest, schema: Any, strict: bool, salt: str) -> str:
-        grammar, ignored = self.prompts.schema_grammar(schema, strict=strict)
+    def check_grammar(self, grammar: Grammar | str, where: str, salt: str) -> None:
+        """Raise ApiError for a grammar that cannot be used. where: the field that it is of. On a thread of the front's.
+
+        salt: of the request, see `Prompts.check_grammar`.
+        """
+        with blaming(where):
+            self.prompts.check_grammar(grammar, salt)
+
+    def _schema_grammar(self, http: HttpRequest, schema: Any, strict: bool, where: str, salt: str) -> str:
+        grammar, ignored = self.prompts.schema_grammar(schema, strict=strict, where=where)
         fields.note(http, ignored)
         try:
             self.prompts.check_grammar(grammar, salt)
         except ConfigError as err:
-            raise ConfigError(
+            raise invalid(
+                where,
                 f"this JSON schema makes a grammar that is too large, or that refers to itself without end: lower its "
-                f"maxItems and repetitions ({str(err)[:160]})"
+                f"maxItems and repetitions ({str(err)[:160]})",
             ) from err
         return grammar
 

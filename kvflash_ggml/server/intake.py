@@ -14,10 +14,8 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope
 
-from ..chat.schemas import SchemaError
-from ..errors import ConfigError, ContextFull
 from . import bodies
-from .errors import OLLAMAS_PATH, ApiError, shutting_down
+from .errors import OLLAMAS_PATH, ApiError, blaming, shutting_down
 from .settings import ServerSettings
 
 T = TypeVar("T")
@@ -76,13 +74,8 @@ class Intake:
         self._fetches[client] += fetches
         try:
             async with turns:
-                return await loop.run_in_executor(threads, lambda: function(*args, **more))
-        except ContextFull as err:
-            raise ApiError(400, str(err), code="context_length_exceeded") from None
-        except SchemaError as err:
-            raise ApiError(400, str(err), code="invalid_schema", param=err.where) from None
-        except ConfigError as err:
-            raise ApiError(400, str(err), code="invalid_value") from None
+                with blaming(None):
+                    return await loop.run_in_executor(threads, lambda: function(*args, **more))
         finally:
             self._fetches[client] -= fetches
             self._fetches += Counter()  # drops clients that fetch nothing

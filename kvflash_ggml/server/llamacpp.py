@@ -15,7 +15,7 @@ from ..errors import KVFlashError
 from . import turns
 from .chat import render
 from .completions import check_gap, gap_tokens, known_tokens, prompt_tokens, prompts_of, text_of
-from .errors import ApiError, invalid
+from .errors import ApiError, blaming, invalid
 from .exchange import Answer, dumps, frame
 from .front import Front, several
 from .schema import DetokenizeRequest, InfillRequest, RawRequest, TemplateRequest, TokenizeRequest
@@ -86,7 +86,8 @@ async def tokenize(front: Front, http: HttpRequest) -> Response:
 
 
 def _tokenized(front: Front, asked: TokenizeRequest) -> Response:
-    tokens = front.prompts.tokenize(asked.content, add_special=asked.add_special, parse_special=asked.parse_special)
+    with blaming("content"):
+        tokens = front.prompts.tokenize(asked.content, add_special=asked.add_special, parse_special=asked.parse_special)
     written = {t: _with_piece(front, t) if asked.with_pieces else str(t) for t in set(tokens)}
     return Response(f'{{"tokens":[{",".join(map(written.__getitem__, tokens))}]}}', media_type="application/json")
 
@@ -142,6 +143,7 @@ async def infill(front: Front, http: HttpRequest) -> Response:
         front,
         asked.input_prefix,
         asked.input_suffix,
+        where=("input_prefix", "input_suffix"),
         files=[(one.filename, one.text) for one in asked.input_extra],
         begun=asked.prompt,
         most=front.settings.default_tokens if asked.n_predict < 0 else asked.n_predict,

@@ -17,7 +17,7 @@ from .chat import prepared
 from .completions import prompt_tokens
 from .errors import ApiError, invalid
 from .exchange import Answer, dumps
-from .fields import note
+from .fields import NAMES, note
 from .front import Front
 from .images import data_url, image_part
 from .intake import Intake
@@ -151,7 +151,7 @@ async def generate(front: Front, http: HttpRequest) -> Response:
     if asked.images:
         raise invalid("images", "they are part of a chat: leave out raw and suffix")
     raw = await front.work(http, _translated, front, http, RawRequest, asked, {"prompt": asked.prompt})
-    tokens = await front.work(http, prompt_tokens, front, asked.prompt, asked.suffix or None)
+    tokens = await front.work(http, prompt_tokens, front, asked.prompt, suffix=asked.suffix or None)
     grammar = await front.format_grammar(http, raw)
     more: Any = {"max_tokens": raw.n_predict, "grammar": grammar}
     request = await front.work(http, front.make, http, raw, tokens, kind="gen", **more)
@@ -195,6 +195,7 @@ def _translated(
     fields = {**options, **data, "n_predict": most, "response_format": form}
     made, ignored = parse(kind, fields, strict=strict, names=names)
     made.kvflash = asked.kvflash
+    http.scope[NAMES] = {**names, "messages": "prompt" if isinstance(asked, GenerateRequest) else "messages"}
     note(http, [f"options.{name}" if name.partition("=")[0] in options else name for name in ignored])
     return made
 

@@ -73,7 +73,7 @@ class Prompts(Protocol):
         """
         ...
 
-    def schema_grammar(self, schema: Any, *, strict: bool) -> tuple[str, tuple[str, ...]]:
+    def schema_grammar(self, schema: Any, *, strict: bool, where: str) -> tuple[str, tuple[str, ...]]:
         """See `formats.grammar_of`."""
         ...
 
@@ -175,10 +175,10 @@ class LlamaPrompts:
         grammar = Grammar(text=grammar) if isinstance(grammar, str) else grammar
         llama_cpp.llama_sampler_free(sampler_of(self._model.vocab, grammar))
 
-    def schema_grammar(self, schema: Any, *, strict: bool) -> tuple[str, tuple[str, ...]]:
+    def schema_grammar(self, schema: Any, *, strict: bool, where: str) -> tuple[str, tuple[str, ...]]:
         from ..chat import formats
 
-        return formats.grammar_of(schema, strict=strict)
+        return formats.grammar_of(schema, strict=strict, where=where)
 
     @property
     def facts(self) -> dict[str, Any]:

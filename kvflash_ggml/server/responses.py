@@ -35,7 +35,7 @@ clients send nothing else of it, and the prompt would differ from what was read.
 """
 
 
-_NAMES = {"reasoning_effort": "reasoning.effort", "response_format": "text.format"}
+_NAMES = {"messages": "input", "reasoning_effort": "reasoning.effort", "response_format": "text.format"}
 """What fields of a chat are called here."""
 
 _Told = Annotated[str, Field(max_length=512)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -267,8 +267,9 @@ _Samplers: Any = create_model("_Samplers", __base__=_Asked, **_FIELDS)
 
 
 class _Sampled(_Samplers):  # type: ignore[misc]
-    """What every request for an answer has."""
+    """What every request for an answer has. ASKS: the field that the model answers, for errors."""
 
+    ASKS: ClassVar[str] = "prompt"
     stream: bool = False
     stream_options: StreamOptions | None = None
     seed: Whole | None = None
@@ -344,6 +345,7 @@ class TemplateRequest(_Asked):
 
 
 class ChatRequest(_Sampled, TemplateRequest):
+    ASKS: ClassVar[str] = "messages"
     max_tokens: Whole = Field(
         -1, ge=-1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens", "n_predict")
     )
@@ -415,6 +417,7 @@ class ExtraFile(_Known):
 class InfillRequest(_Raw):
     """llama-server's `/infill`: what stands between two texts."""
 
+    ASKS: ClassVar[str] = "input_prefix"
     input_prefix: str
     input_suffix: str
     input_extra: Annotated[list[ExtraFile], Field(fail_fast=True, max_length=1024)] = Field(default_factory=list)

@@ -10,7 +10,7 @@ from starlette.requests import Request as HttpRequest
 
 from . import bodies
 from .errors import invalid
-from .fields import note
+from .fields import NAMES, note
 from .schema import LATE, ChatRequest, TranslatedRequest, _named, parse
 
 
@@ -73,6 +73,7 @@ class Turns:
         same = {name: getattr(asked, name) for name in ("stream", "temperature", "top_p", "chat_template_kwargs")}
         made, _ = parse(ChatRequest, {"messages": self._ended(), **same, **data}, strict=False, names=names)
         made.kvflash = asked.kvflash
+        http.scope[NAMES] = names
         note(http, self.left_out)
         return made
 

@@ -395,8 +395,8 @@ class FakePrompts:
         if "root" not in (grammar if isinstance(grammar, str) else grammar.text):
             raise ConfigError("the grammar has no root")
 
-    def schema_grammar(self, schema: Any, *, strict: bool) -> tuple[str, tuple[str, ...]]:
-        found = held(schema, "response_format", strict=strict)
+    def schema_grammar(self, schema: Any, *, strict: bool, where: str) -> tuple[str, tuple[str, ...]]:
+        found = held(schema, where, strict=strict)
         return "root ::= object", found.ignored
 
     @property

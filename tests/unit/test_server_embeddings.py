@@ -4,38 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from support.asgi import Client, Reply
+from support.fake_embedder import FakeEmbedder
 from support.fake_model import FakeModel
 from support.fake_server import Server
 
-from kvflash_ggml.errors import ContextFull
 from kvflash_ggml.server.app import RERANK
 
 EMBED = "/v1/embeddings"
-
-
-@dataclass
-class FakeEmbedder:
-    """Of a text its first byte, its length and 0; a reranker scores by the length."""
-
-    pooling: str = "mean"
-    most: int = 16
-    template: str | None = None
-    marks: dict[str, list[int]] = field(default_factory=lambda: {"bos": [1], "eos": [2], "sep": [3]})
-    seen: list[bytes] = field(default_factory=list)
-
-    def embed(self, tokens: Any) -> Any:
-        if len(tokens) > self.most:
-            raise ContextFull(f"a text of {len(tokens)} tokens, and {self.most} is the most: --embedding-tokens")
-        self.seen.append(bytes(tokens.tolist()))
-        values = [float(len(tokens))] if self.pooling == "rank" else [float(tokens[0]), float(len(tokens)), 0.0]
-        return SimpleNamespace(values=np.array(values, np.float32), tokens=len(tokens))
 
 
 def post(data: dict[str, Any], path: str = EMBED, embedder: FakeEmbedder | None = None) -> Reply:

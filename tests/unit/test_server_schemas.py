@@ -57,6 +57,11 @@ PLAIN: dict[str, tuple[str, Form]] = {
     "ollama": ("/api/chat", lambda schema, _: {"messages": HELLO, "stream": False, "format": schema}),
 }  # fmt: skip
 EVERY = STRICT | PLAIN
+FIELD = {
+    **{"responses": "text.format", "completions": "json_schema", "llama-server": "json_schema", "ollama": "format"},
+    **dict.fromkeys(("messages", "messages of before"), "output_config.format"),
+}
+"""What the field of the schema is called; response_format if it is not here."""
 
 
 def named(reply: Reply) -> str:
@@ -68,24 +73,25 @@ def message(reply: Reply) -> str:
     return str(error if isinstance(error, str) else error["message"])
 
 
-@pytest.mark.parametrize(("path", "form"), EVERY.values(), ids=EVERY)
-def test_every_form_has_the_same_schemas(path: str, form: Form) -> None:
+@pytest.mark.parametrize("kind", EVERY)
+def test_every_form_has_the_same_schemas(kind: str) -> None:
+    (path, form), field = EVERY[kind], FIELD.get(kind, "response_format")
     reply = Server().post(path, form(UNIQUE, False))
-    assert (reply.status, named(reply)) == (200, "response_format.tags.uniqueItems")
+    assert (reply.status, named(reply)) == (200, f"{field}.tags.uniqueItems")
     reply = Server().post(path, form({"type": "object", "properties": {"x": True}}, False))
     assert (reply.status, named(reply)) == (200, "")
     reply = Server().post(path, form(WRONG, False))
     assert reply.status == 400
-    assert "a pattern that a grammar cannot hold, '(?=a)' at response_format.x: a grammar cannot look ahead" in message(
-        reply
-    )
+    why = f"a pattern that a grammar cannot hold, '(?=a)' at {field}.x: a grammar cannot look ahead"
+    assert why in message(reply)
 
 
-@pytest.mark.parametrize(("path", "form"), STRICT.values(), ids=STRICT)
-def test_a_strict_schema_holds_or_is_refused(path: str, form: Form) -> None:
+@pytest.mark.parametrize("kind", STRICT)
+def test_a_strict_schema_holds_or_is_refused(kind: str) -> None:
+    (path, form), field = EVERY[kind], FIELD.get(kind, "response_format")
     reply = Server().post(path, form(UNIQUE, True))
-    assert reply.status == 400
-    assert "has uniqueItems at response_format.tags, which no grammar can hold: leave it out" in message(reply)
+    assert (reply.status, reply.json["error"]["param"]) == (400, field)
+    assert f"has uniqueItems at {field}.tags, which no grammar can hold: leave it out" in message(reply)
     assert (
         Server()
         .post(path, form({"type": "object", "properties": {"x": {"type": "integer", "maximum": 3}}}, True))
