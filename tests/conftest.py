@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BESIDE = [str(Path(__file__).parents[1] / folder) for folder in ("benchmarks", "router")]
 
-# child processes find kvflash_bench too, where it is not installed
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(BENCHMARKS), os.environ.get("PYTHONPATH")]))
+# child processes find the distributions beside the package too, where they are not installed
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*BESIDE, os.environ.get("PYTHONPATH")]))
 
 
 def pytest_collection_finish() -> None:

@@ -6,6 +6,7 @@ import click
 
 from .. import pip_line
 from ..batching.messages import Sampling
+from ..extensions import extension
 from ..server.settings import ServerSettings
 from .hub import HubModel, located
 from .llama_flags import llama_flags
@@ -13,7 +14,6 @@ from .model import log_to_stderr, plain_errors
 from .options import LogOptions, OpeningOptions, log_options, opening_options
 from .sections import HELP, MODEL_FILE, SectionCommand, collected
 from .serving import Job, ServerOptions, serve_model
-from .several import serve_folder
 from .terminal import note
 
 _EPILOG = """\b
@@ -104,8 +104,9 @@ def serve(
             raise click.ClickException(
                 f"the server needs {err.name}, which is not installed: {pip_line.install('server')}"
             ) from err
+        serve_folder = extension("models-dir", asked="--models-dir", folder="router") if server.models_dir else None
         with listen(settings) as sock:  # before a model, whose loading may take minutes
-            if server.models_dir is None:
+            if serve_folder is None:
                 serve_model(job, located(model, quiet=log.quiet), sock)
             else:
                 serve_folder(job, server.models_dir, sock, idle_s=server.idle_s)

@@ -102,7 +102,8 @@ class ServerOptions:
     )
     models_dir: Path | None = _server(
         Path, "--models-dir", "--models", metavar="DIR", exists=True,
-        help="Serve every model in DIR. The one that a request names is loaded. Conversations are kept.",
+        help="Serve every model in DIR, with kvflash-router. The one that a request names is loaded. Conversations are"
+        " kept.",
     )  # fmt: skip
     sleep_idle_seconds: float = _server(
         float, "--sleep-idle-seconds", "--idle", least=-1, default=300, metavar="S",

@@ -17,7 +17,7 @@ from .completions import prompt_tokens
 from .errors import ApiError, blaming, invalid
 from .exchange import LongJSON
 from .front import Front
-from .schema import Prompt, Whole, _all, _Asked, _named, _prompts
+from .schema import Prompt, Whole, _all, _Asked, _prompts, named
 
 if TYPE_CHECKING:
     from ..llama.embedding import Embedded, Embedder
@@ -36,7 +36,7 @@ def _texts(value: Any) -> list[Prompt]:
     """The texts of a request of Ollama's, which knows no tokens."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list):
-        raise ValueError(f"it is {_named(value)}, and must be a text or a list of texts")
+        raise ValueError(f"it is {named(value)}, and must be a text or a list of texts")
     return _input(_all(texts, str, "a text"))
 
 

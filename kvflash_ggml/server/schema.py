@@ -52,10 +52,10 @@ def _all(value: list[Any], kind: type, what: str) -> list[Any]:
     if set(map(type, value)) <= {kind}:
         return value
     at = next(i for i, one in enumerate(value) if type(one) is not kind)
-    raise ValueError(f"element {at} is {_named(value[at])}, and must be {what}")
+    raise ValueError(f"element {at} is {named(value[at])}, and must be {what}")
 
 
-def _named(value: Any) -> str:
+def named(value: Any) -> str:
     """Write a value of JSON in words."""
     names = {str: "the text", int: "the integer", float: "the number", list: "a list", dict: "an object"}
     name, many = names.get(type(value), ""), isinstance(value, list | dict)
@@ -76,7 +76,7 @@ def _few(value: Any, limit: int) -> Any:
 def _stop(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list):
-        raise ValueError(f"it is {_named(value)}, and must be a text or a list of texts")
+        raise ValueError(f"it is {named(value)}, and must be a text or a list of texts")
     for stop in _all(_few(stops, MAX_STOPS), str, "a text"):
         if len(stop) > MAX_STOP:
             raise ValueError(f"a text of {len(stop)} characters, and {MAX_STOP} is the most: shorten it")
@@ -91,19 +91,19 @@ def _bias(value: Any) -> dict[str, float]:
             raise ValueError("each element must be [token, bias], and the token an integer or a text")
         value = {str(token): -100.0 if bias is False else bias for token, bias in value}
     if not isinstance(value, dict):
-        raise ValueError(f"it is {_named(value)}, and must be an object")
+        raise ValueError(f"it is {named(value)}, and must be an object")
     for token, bias in value.items():
         if len(token) > MAX_BIASED:
             raise ValueError(f"a text of {len(token)} characters, and {MAX_BIASED} is the most: shorten it")
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            shown = bias if type(bias) in (int, float) else _named(bias)
+            shown = bias if type(bias) in (int, float) else named(bias)
             raise ValueError(f"{token[:20]!r} has {str(shown)[:20]}, and must have a number from -100 to 100")
     return value
 
 
 def _tokens(value: Any) -> list[int]:
     if not isinstance(value, list):
-        raise ValueError(f"it is {_named(value)}, and must be a list of tokens")
+        raise ValueError(f"it is {named(value)}, and must be a list of tokens")
     return _all(value, int, "a token")
 
 
@@ -134,9 +134,9 @@ def _prompt(value: Any, where: str) -> Prompt:
         if kinds <= {int, str}:
             return value
         at = next(i for i, one in enumerate(value) if type(one) not in (int, str))
-        raise ValueError(f"{where}: element {at} is {_named(value[at])}, and must be a token or a text")
+        raise ValueError(f"{where}: element {at} is {named(value[at])}, and must be a token or a text")
     if not isinstance(value, str):
-        raise ValueError(f"{where} is {_named(value)}, and must be a text or a list")
+        raise ValueError(f"{where} is {named(value)}, and must be a text or a list")
     return value
 
 
@@ -451,7 +451,7 @@ def parse(
     strict: a field that is not known is wrong. names: what the client calls fields.
     """
     if not isinstance(data, dict):
-        raise ApiError(400, f"the body is {_named(data)}, and must be a JSON object", code="invalid_json")
+        raise ApiError(400, f"the body is {named(data)}, and must be a JSON object", code="invalid_json")
     try:
         asked = kind.model_validate(data)
     except ValidationError as err:
@@ -488,7 +488,7 @@ def _why(data: Any, errors: Sequence[Any]) -> tuple[str, str]:
             place, value, kinds = inner, at, []
         if len(inner) == len(place):
             kinds.append(kind)
-    return ".".join(place), f"it is {_named(value)}, and must be {' or '.join(dict.fromkeys(kinds))}"
+    return ".".join(place), f"it is {named(value)}, and must be {' or '.join(dict.fromkeys(kinds))}"
 
 
 def _unknown(asked: BaseModel, where: str) -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 from . import bodies
 from .errors import invalid
 from .fields import NAMES, note
-from .schema import LATE, ChatRequest, TranslatedRequest, _named, parse
+from .schema import LATE, ChatRequest, TranslatedRequest, named, parse
 
 
 class Turns:
@@ -125,7 +125,7 @@ def text_of(part: dict[str, Any], name: str, where: str, usual: str | None = Non
     value = usual if part.get(name) is None else part[name]
     if isinstance(value, str):
         return value
-    why = "missing" if value is None else f"{_named(value)}, and must be a text"
+    why = "missing" if value is None else f"{named(value)}, and must be a text"
     raise invalid(f"{where}.{name}" if where else name, f"it is {why}")
 
 
@@ -137,7 +137,7 @@ def parts_of(value: Any, where: str) -> list[dict[str, Any]]:
         return [{"type": "text", "text": value}]
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         return value
-    raise invalid(where, f"it is {_named(value)}, and must be a text or a list of parts, which are objects")
+    raise invalid(where, f"it is {named(value)}, and must be a text or a list of parts, which are objects")
 
 
 def role_of(message: dict[str, Any], where: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import socket
 from collections.abc import Callable, Iterator
@@ -22,9 +23,9 @@ from kvflash_ggml.cli.run import run
 from kvflash_ggml.cli.serve import serve as serving
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, HostMemoryError, UnsupportedModelError
-from kvflash_ggml.server import router
 from kvflash_ggml.server import run as run_of
 from kvflash_ggml.server.settings import ServerSettings
+from kvflash_router import router
 
 VERBS = {"run": run, "serve": serving}
 
@@ -114,6 +115,15 @@ def test_a_folder_of_models(serve: Serving, tmp_path: Path, monkeypatch: pytest.
     assert serve("--models-dir", tmp_path / "nowhere").exit_code == 2
     refused = serve("--models-dir", tmp_path, "--mmproj", tmp_path / "a.gguf")
     assert (refused.exit_code, "beside its model, as mmproj-MODEL.gguf" in refused.stderr) == (2, True)
+
+
+def test_a_folder_of_models_says_what_serves_it(
+    serve: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    result = serve("--models-dir", tmp_path)
+    said = "--models-dir needs kvflash-router, which is not installed: pip install ./router in the checkout"
+    assert (result.exit_code, said in " ".join(result.stderr.split())) == (1, True), result.stderr
 
 
 def test_a_model_that_decodes_one_text_is_served_alone(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:

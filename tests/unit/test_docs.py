@@ -32,6 +32,7 @@ FOLDERS = (
     "",
     "docs",
     "benchmarks",
+    "router",
     "patches",
     "vendor",
     "tests/models",

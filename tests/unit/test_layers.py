@@ -11,6 +11,7 @@ from support.inside import PRIVATE
 
 PACKAGE = Path(__file__).parents[2] / "kvflash_ggml"
 BENCH = Path(__file__).parents[2] / "benchmarks" / "kvflash_bench"
+ROUTER = Path(__file__).parents[2] / "router" / "kvflash_router"
 TESTS = Path(__file__).parents[1]
 
 FLOORS = [
@@ -36,6 +37,7 @@ FLOORS = [
         "constants",
         "env",
         "errors",
+        "extensions",
         "files",
         "logs",
         "notation",
@@ -114,11 +116,13 @@ def test_imports_run_down(arrows: dict[str, set[str]]) -> None:
     assert [arrow for arrow in up if not {room(x) for x in arrow.split(" -> ")} <= ground] == []
 
 
-def test_the_package_needs_no_benchmarks() -> None:
-    assert [name for name, path in modules().items() if BENCH.name in path.read_text(encoding="utf-8")] == []
+@pytest.mark.parametrize("beside", [BENCH, ROUTER], ids=lambda path: path.name)
+def test_the_package_needs_nothing_beside_it(beside: Path) -> None:
+    assert any(beside.rglob("*.py"))
+    assert [name for name, path in modules().items() if beside.name in path.read_text(encoding="utf-8")] == []
 
 
-@pytest.mark.parametrize("package", [PACKAGE, BENCH], ids=lambda path: path.name)
+@pytest.mark.parametrize("package", [PACKAGE, BENCH, ROUTER], ids=lambda path: path.name)
 def test_there_are_no_circles(package: Path) -> None:
     left = arrows_of(package)
     while free := [name for name, targets in left.items() if not targets & left.keys()]:

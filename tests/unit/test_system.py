@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from kvflash_ggml import system
-from kvflash_ggml.cli import several
 from kvflash_ggml.files import PART, being_written, replacing
 from kvflash_ggml.placement import memory
 from kvflash_ggml.snapshot.container import FileSource
 from kvflash_ggml.store.folder import Folder
+from kvflash_router import serving
 
 REPO = Path(__file__).parents[2]
 
@@ -39,12 +39,13 @@ for name in ("fcntl", "resource", "termios"):
 for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "pread", "preadv", "sched_getaffinity", "sysconf", "waitid"):
     delattr(os, name)
 del signal.SIGHUP
-import kvflash_ggml
+import kvflash_ggml, kvflash_router
 from kvflash_ggml import system
 assert system._fcntl is system._termios is system._resource is None
 assert len(system.END_SIGNALS) == 1
 count = 0
-for module in pkgutil.walk_packages(kvflash_ggml.__path__, "kvflash_ggml."):
+packages = [pkgutil.walk_packages(one.__path__, f"{one.__name__}.") for one in (kvflash_ggml, kvflash_router)]
+for module in [module for modules in packages for module in modules]:
     if module.name.endswith("__main__"):
         continue
     try:
@@ -170,10 +171,10 @@ def test_the_times_of_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert system.core_times() == (12, 34)
 
 
-def child_of(process: subprocess.Popen[bytes], returncode: int | None = None) -> several.Process:
+def child_of(process: subprocess.Popen[bytes], returncode: int | None = None) -> serving.Process:
     """The process of a model. returncode: as the loop has heard of it."""
     told: Any = SimpleNamespace(returncode=returncode, pid=process.pid)
-    return several.Process(port=1, n_ctx=1, _process=told, _patience_s=1)
+    return serving.Process(port=1, n_ctx=1, _process=told, _patience_s=1)
 
 
 def test_a_process_that_has_ended() -> None:

@@ -13,18 +13,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import click
 
-from .. import system
-from .model import log_requests, log_to_stderr, plain_errors
-from .serving import Job, serve_model
-from .terminal import note
+from kvflash_ggml import system
+from kvflash_ggml.cli.model import log_requests, log_to_stderr, plain_errors
+from kvflash_ggml.cli.serving import Job, serve_model
+from kvflash_ggml.cli.terminal import note
+from kvflash_ggml.server import requestlog
+from kvflash_ggml.server.run import listen
 
-if TYPE_CHECKING:
-    from ..server.model_folder import FolderModel
+from . import model_folder, router
+from .engines import EngineError
+from .model_folder import FolderModel
 
 STORE_S = 600.0
 """Seconds beyond --drain that a process has to store its conversations; then it is killed."""
@@ -35,8 +38,6 @@ def serve_folder(job: Job, folder: Path, sock: socket.socket, *, idle_s: float |
 
     ClickException for a folder without models.
     """
-    from ..server import model_folder, requestlog, router
-
     models = model_folder.models(folder)
     if not models:
         raise click.ClickException(f"{folder} has no model: put .gguf files into it, or a folder for each split one")
@@ -97,8 +98,6 @@ class Process:
     @classmethod
     async def start(cls, job: Job, path: Path, processes: list[asyncio.subprocess.Process]) -> Process:
         """Load a model in a new process, which `processes` gets. EngineError if that fails. Cancelled, it is killed."""
-        from ..server.engines import EngineError
-
         # in a session of its own, so that Ctrl-C reaches this process alone, which tells that one
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", _CHILD.format(path=sys.path), stdin=-1, stdout=-1, start_new_session=True
@@ -143,14 +142,12 @@ class Process:
 # --- the other process
 
 
-_CHILD = "import sys; sys.path[:] = {path!r}\nfrom kvflash_ggml.cli.several import main; main()"
+_CHILD = "import sys; sys.path[:] = {path!r}\nfrom kvflash_router.serving import main; main()"
 """The same modules as here: with -m or -c alone a source folder in the way would win."""
 
 
 def main() -> None:
     """Serve the model that standard input names, until standard input ends. Print one line of JSON."""
-    from ..server.run import listen
-
     reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever prints must not be taken for a report
 

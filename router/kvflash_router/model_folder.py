@@ -11,8 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..errors import ConversionError
-from ..gguf import purpose, reader
+from kvflash_ggml.errors import ConversionError
+from kvflash_ggml.gguf import purpose, reader
 
 _PART = re.compile(r"(.+)-([0-9]{5})-of-[0-9]{5}")
 

@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from .errors import ApiError, shutting_down
+from kvflash_ggml.server.errors import ApiError, shutting_down
+
 from .model_folder import FolderModel
 
 logger = logging.getLogger("kvflash_ggml")

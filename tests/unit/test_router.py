@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from support.asgi import Client
 
-from kvflash_ggml.server import model_folder
 from kvflash_ggml.server.app import ANSWERS
-from kvflash_ggml.server.engines import FAILED_S, EngineError, Engines
 from kvflash_ggml.server.errors import ApiError
-from kvflash_ggml.server.model_folder import FolderModel
-from kvflash_ggml.server.router import Router, make_router
 from kvflash_ggml.server.settings import ServerSettings
+from kvflash_router import model_folder
+from kvflash_router.engines import FAILED_S, EngineError, Engines
+from kvflash_router.model_folder import FolderModel
+from kvflash_router.router import Router, make_router
 
 MODELS = Path(__file__).parents[1] / "models"
 

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import h11
 from starlette.types import Scope, Send
 
-from .errors import ApiError
+from kvflash_ggml.server.errors import ApiError
 
 _READ = 64 << 10
 

@@ -18,17 +18,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from . import about, events, markdown, model_folder, ollama
-from .app import ANSWERS, guarded
+from kvflash_ggml.server import about, events, markdown, ollama
+from kvflash_ggml.server.app import ANSWERS, guarded
+from kvflash_ggml.server.errors import ApiError, invalid
+from kvflash_ggml.server.guard import OPEN_PATHS
+from kvflash_ggml.server.intake import KEY, TAKEN, Intake, disconnected
+from kvflash_ggml.server.run import run
+from kvflash_ggml.server.schema import named
+from kvflash_ggml.server.settings import ServerSettings
+
+from . import model_folder
 from .engines import Engine, Engines, Loaded
-from .errors import ApiError, invalid
 from .forward import forward
-from .guard import OPEN_PATHS
-from .intake import KEY, TAKEN, Intake, disconnected
 from .model_folder import FolderModel
-from .run import run
-from .schema import _named
-from .settings import ServerSettings
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -79,7 +81,7 @@ class Router(Intake):
                 raise ApiError(503, "there is no model: put a .gguf file into the folder", code="no_models")
             return models[usual]
         if not isinstance(wanted, str):
-            raise invalid("model", f"it is {_named(wanted)}, and must be a text")
+            raise invalid("model", f"it is {named(wanted)}, and must be a text")
         found = models.get(wanted) or models.get(wanted.removesuffix(LATEST))
         if found is None:
             raise about.unknown(wanted, [*models])
