@@ -20,6 +20,7 @@ VERBS = (
     verb("drafters", plans.Drafters, "drafting"),
     verb("acceptance", plans.Acceptance, "accepting"),
     verb("recall", plans_texts.Recall, "recall"),
+    verb("ruler", plans_texts.Ruler, "ruler"),
     verb("scores", plans_texts.Scores, "study"),
     verb("faults", plans_texts.Faults, "faults"),
     verb("reading", plans_texts.Reading, "reading"),

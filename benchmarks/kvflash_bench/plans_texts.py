@@ -11,7 +11,11 @@ from . import plot as plots
 from .forms import SETS
 from .options import Bytes, Factors, Fractions, Names, Number, Numbers, Shares
 from .plans import COUNT, DEPTHS, DOCUMENTS, FULL, POLICIES, PREVIEWS, OfText, file
+from .tasks_ruler import TASKS as RULER
 from .verb import option
+
+ANSWERS = ("pool", "exact", "lossless")
+"""Of `ruler`."""
 
 # --- relevance
 
@@ -57,6 +61,47 @@ class Recall(Asked):
 
     def check(self) -> None:
         super().check()
+        if self.plot is not None:
+            plots.check()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ruler(OfText):
+    """RULER's thirteen tasks, made of real text: the full cache, and pools. Every arm has the same questions.
+
+    A table has a column for each task, another one the averages by length beside published ones. What is finished can
+    be kept in a file, from which the same command goes on after Ctrl-C.
+    """
+
+    contexts: tuple[int, ...] = option("4K", "Tokens of each prompt with its answer.", type=Numbers())
+    residency: tuple[float, ...] | None = option(
+        None, "Pools, in % of the context.  [default: 6.25,3 without --pools]", type=Shares()
+    )
+    pools: tuple[int, ...] = option((), "Pools, in tokens.", type=Numbers())
+    policies: tuple[str, ...] = option("qk:exact", POLICIES, type=Names())
+    answers: tuple[str, ...] = option(
+        "pool",
+        "What answers see: pool, or exact and lossless, which see the whole text where a policy reads exactly.",
+        type=Names(),
+    )
+    drafts: tuple[str, ...] = option(
+        "", "Also with each of these drafters: names as --kvflash-spec takes them.", type=Names()
+    )
+    full: bool = option(True, FULL)
+    tasks: tuple[str, ...] = option(
+        ",".join(RULER), "Of RULER. cwe and fwe need all of the text at once.", type=Names(), show_default=False
+    )
+    samples: int = option(8, "Of each task at each length.", type=COUNT)
+    seed: int = option(0)
+    out: Path | None = option(None, "Keep finished samples in this file, and go on from what it has.", type=file())
+    plot: Path | None = option(None, "Draw the averages by length (PNG).", type=file())
+
+    def check(self) -> None:
+        super().check()
+        if unknown := set(self.tasks) - set(RULER):
+            raise click.BadParameter(f"{min(unknown)!r} is none of {', '.join(RULER)}", param_hint="--tasks")
+        if unknown := set(self.answers) - set(ANSWERS):
+            raise click.BadParameter(f"{min(unknown)!r} is none of {', '.join(ANSWERS)}", param_hint="--answers")
         if self.plot is not None:
             plots.check()
 

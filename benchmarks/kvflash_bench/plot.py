@@ -1,4 +1,4 @@
-"""Recall against residency, one line per policy. matplotlib is an optional dependency (extra `plot`)."""
+"""Recall against residency, and RULER against length. matplotlib is an optional dependency (extra `plot`)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from kvflash_ggml import pip_line
 from kvflash_ggml.errors import ConfigError
 
 from .outcomes import wilson
+from .ruler_table import PUBLISHED
+from .tasks_ruler import TASKS
 
 
 def check() -> None:
@@ -65,4 +67,27 @@ def recall(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
     axes[0].set_ylabel("questions answered right")
     figure.legend(drawn.values(), drawn.keys(), loc="outside right center")
     figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+
+
+def ruler(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
+    """Averages by length, one line per cache; published ones are dashed."""
+    check()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axis = figure.subplots()
+    lengths = sorted({row["context"] for row in rows})
+    if all(len(row["tasks"]) == len(TASKS) for row in rows):
+        for name, found in PUBLISHED.items():
+            known = [length for length in lengths if length in found]
+            axis.plot(known, [found[length] for length in known], "--", marker=".", color="0.6", label=name)
+    for name in dict.fromkeys(row["way"] for row in rows):
+        some = sorted((row["context"], row["average"]) for row in rows if row["way"] == name)
+        axis.plot(*zip(*some, strict=True), marker="o", label=name)
+    axis.set(xscale="log", xlabel="tokens", ylabel="average of the tasks", ylim=(-3, 103), title=title)
+    axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    figure.legend(loc="outside right center")
     figure.savefig(path, dpi=120)

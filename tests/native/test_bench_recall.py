@@ -138,3 +138,31 @@ def test_a_preview_of_almost_nothing_finds_nothing(models: dict[str, Path], load
         "--tasks", "multikey4", "--depths", "30", "--trials", 2, "--seed", 5,
     )  # fmt: skip
     assert [(row["read"], row["found"], row["hits"]) for row in data["rows"]] == [(192, 0, 0)]
+
+
+def test_rulers_tasks_by_every_arm(models: dict[str, Path], loaded: None, tmp_path: Path) -> None:
+    kept = tmp_path / "samples.jsonl"
+    line = (
+        "ruler", models["dense"], "--contexts", "2K", "--pools", "512", "--policies", "qk:exact,lru", "--tasks",
+        "niah_multikey_2,qa_1", "--answers", "pool,lossless", "--samples", 1, "--out", kept,
+    )  # fmt: skip
+    data = bench(*line)
+    assert data["bench"] == "ruler"
+    samples = {(one["way"], one["task"]): one for one in data["samples"]}
+    names = ["full cache", "512 qk:exact", "512 qk:exact, lossless", "512 lru"]
+    assert list(dict.fromkeys(way for way, _ in samples)) == [row["way"] for row in data["rows"]] == names
+    for task in ("niah_multikey_2", "qa_1"):
+        full, pool, lossless, lru = (samples[name, task] for name in names)
+        assert all(
+            (one["answers"], one["tokens"]) == (full["answers"], full["tokens"]) for one in (pool, lossless, lru)
+        )
+        assert 1500 < full["tokens"] <= 2048
+        assert pool["gold"] == lru["gold"] != []
+        assert lru["missing"] == lru["never"] != []
+        assert lossless["reply"] == full["reply"]
+    assert samples["512 qk:exact", "qa_1"]["missing"] == []
+    assert [samples[name, "qa_1"]["score"] for name in names] == [1, 1, 1, 0]
+    assert [row["worse"] for row in data["rows"]] == [None, 0, 0, 1]
+    before = kept.read_text()
+    assert bench(*line)["samples"] == data["samples"]
+    assert kept.read_text() == before, "what was finished is not asked again"
