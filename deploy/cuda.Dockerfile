@@ -10,7 +10,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends cmake g++ git n
     && rm -rf /var/lib/apt/lists/*
 COPY . /source
 ENV CMAKE_ARGS="-DLLAMA_BUILD=OFF -DGGML_CUDA=on -DGGML_NATIVE=off"
-RUN python3 -m venv /opt/kvflash && /opt/kvflash/bin/pip install --no-cache-dir "/source[server,hub,store]"
+RUN python3 -m venv /opt/kvflash && /opt/kvflash/bin/pip install --no-cache-dir "/source[server,hub]" "/source/fleet[s3]" /source/router
 
 FROM nvidia/cuda:${CUDA}-runtime-${SYSTEM}
 RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 python3 \

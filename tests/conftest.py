@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-BESIDE = [str(Path(__file__).parents[1] / folder) for folder in ("benchmarks", "router")]
+BESIDE = [str(Path(__file__).parents[1] / folder) for folder in ("benchmarks", "router", "fleet")]
 
 # child processes find the distributions beside the package too, where they are not installed
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*BESIDE, os.environ.get("PYTHONPATH")]))

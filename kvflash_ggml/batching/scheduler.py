@@ -14,9 +14,7 @@ from typing import Any, TypeVar
 
 from ..errors import KVFlashError, NotFinite
 from ..logs import logged
-from ..store.shared import SharedTexts
-from ..store.swapped import ConversationFolder, SwapStore
-from ..store.takeover import SharedSwapStore
+from ..store.swapped import ConversationFolder, SharedStore, SwapStore
 from .answer import ENDS, Answer, Cancelled, DeadlinePassed, PutAside, ShuttingDown
 from .behind import Behind, GaveWay
 from .conversations import Conversations
@@ -90,7 +88,7 @@ class Scheduler:
         *,
         limits: Limits | None = None,
         folder: ConversationFolder | None = None,
-        shared: SharedTexts | None = None,
+        shared: Callable[..., SharedStore] | None = None,
         on_end: Callable[[Request, Usage, str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -99,11 +97,10 @@ class Scheduler:
         self.waiting = RequestQueue(most=limits.most, most_tokens=limits.most_tokens)
         self._wake = threading.Event()
         self.swapped: SwapStore
-        self.shared: SharedSwapStore | None = None
+        self.shared: SharedStore | None = None
         memory: dict[str, Any] = {"capacity": limits.park_bytes, "write": model.write, "read": model.read}
         if shared is not None:
-            self.swapped = self.shared = SharedSwapStore(
-                shared,
+            self.swapped = self.shared = shared(
                 at_hand=lambda: [slot.conversation for slot in self.slots if slot.conversation is not None],
                 wake=self._wake.set,
                 clock=clock,
@@ -112,7 +109,7 @@ class Scheduler:
         else:
             self.swapped = SwapStore(folder=folder, **memory)
         self.counts = SlotCounts()
-        self.slots = [Slot(one, self.swapped, self.counts, clock) for one in (model, *model.beside)]
+        self.slots: list[Slot] = [Slot(one, self.swapped, self.counts, clock) for one in (model, *model.beside)]
         self.behind = Behind()
         self.conversations = Conversations(self.slots, self.swapped, folder, self.behind)
         self.totals = Totals()

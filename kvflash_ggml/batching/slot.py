@@ -12,8 +12,7 @@ from ..arrays import Int32s, common_prefix
 from ..constants import CHUNK
 from ..errors import HostMemoryError, KVFlashError, NotFinite
 from ..sequence.prefill import QUESTION_TOKENS
-from ..store.swapped import Conversation, SwappedText, SwapStore
-from ..store.takeover import SharedSwapStore
+from ..store.swapped import Conversation, SharedStore, SwappedText, SwapStore
 from .messages import Request, Usage
 from .model import Model
 
@@ -193,7 +192,7 @@ class Slot:
         if self._private:
             self.clear()
 
-    def offer(self, store: SharedSwapStore, usage: Usage, *, least: int = 0) -> None:
+    def offer(self, store: SharedStore, usage: Usage, *, least: int = 0) -> None:
         """Have the text at hand written to the store that servers share, behind what comes next; it stays at hand.
 
         usage: of its answer. least: prompt tokens that had to be read for this to be worth it.

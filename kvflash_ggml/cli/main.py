@@ -13,6 +13,8 @@ from typing import Any, cast
 
 import click
 
+from ..errors import ConfigError
+from ..extensions import extension
 from .report import version_line
 from .sections import HELP
 from .terminal import is_dumb
@@ -33,11 +35,13 @@ _MODULES = {
     "exec": "execute",
     "calibrate": "calibrate",
     "snapshot": "snapshot",
-    "store": "store",
     "rpc": "rpc",
     "launch": "launch",
 }
 """Verb to module."""
+
+_ELSEWHERE = {"store": "fleet"}
+"""Verbs of distributions beside the package, by the folders of these in the checkout."""
 
 _NAMES = {"exec": "execute", "list": "list_"}
 """The names of the commands there, where Python has the verb for something else."""
@@ -51,15 +55,33 @@ class Imported(Mapping[str, click.Command]):
     """The verbs, each imported when it is looked up: `--version` and an error need none of them."""
 
     def __getitem__(self, name: str) -> click.Command:
+        if name in _ELSEWHERE:
+            return _beside(name)
         module = import_module(f".{_MODULES[name]}", __package__)
         command: click.Command = getattr(module, _NAMES.get(name, name))
         return command
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_MODULES)
+        yield from _MODULES
+        yield from _ELSEWHERE
 
     def __len__(self) -> int:
-        return len(_MODULES)
+        return len(_MODULES) + len(_ELSEWHERE)
+
+
+def _beside(name: str) -> click.Command:
+    """Import a verb of another distribution. Where it is missing, return one that says what to install."""
+    try:
+        command: click.Command = extension(f"verb-{name}", asked=f"kvflash-run {name}", folder=_ELSEWHERE[name])
+        return command
+    except ConfigError as err:
+        why = str(err)
+
+    def refuse() -> None:
+        raise click.ClickException(why)
+
+    takes_all = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return click.Command(name, callback=refuse, help=why, context_settings=HELP | takes_all)
 
 
 @contextmanager

@@ -99,11 +99,13 @@ def serve(
     job = Job(settings=settings, opening=opening, server=server, log=log, template=server.template())
     with plain_errors(verbose=log.verbose):
         try:
-            from ..server.run import listen
+            from ..server.run import listen, shared_store
         except ModuleNotFoundError as err:
             raise click.ClickException(
                 f"the server needs {err.name}, which is not installed: {pip_line.install('server')}"
             ) from err
+        if settings.store is not None:
+            shared_store()  # for its error, before anything is loaded
         serve_folder = extension("models-dir", asked="--models-dir", folder="router") if server.models_dir else None
         with listen(settings) as sock:  # before a model, whose loading may take minutes
             if serve_folder is None:

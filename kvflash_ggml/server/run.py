@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Generator
 from email.utils import formatdate
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -24,8 +24,7 @@ from .. import system
 from ..batching.model import Model
 from ..batching.scheduler import Limits, Scheduler
 from ..errors import ConfigError
-from ..store.objects import open_objects
-from ..store.shared import SharedTexts
+from ..extensions import extension
 from ..store.swapped import ConversationFolder
 from . import requestlog
 from .app import make_app
@@ -121,8 +120,8 @@ def serve(
     shared = None
     if settings.store is not None:
         # texts of other models, caches and builds lie beside ours
-        objects = open_objects(f"{settings.store.rstrip('/')}/{model.fingerprint}", write=True)
-        shared = SharedTexts(objects, made=model.made, bandwidth=settings.store_bandwidth)
+        place = f"{settings.store.rstrip('/')}/{model.fingerprint}"
+        shared = shared_store()(place, made=model.made, bandwidth=settings.store_bandwidth)
     scheduler = Scheduler(model, limits=limits, folder=folder, shared=shared, on_end=ended)
     metrics.attach(scheduler)
     scheduler.start()
@@ -178,6 +177,11 @@ def _check_certificate(settings: ServerSettings) -> None:
         raise ConfigError(
             f"{certificate} and {key} are not a certificate in PEM and its key without a password: {err}"
         ) from err
+
+
+def shared_store() -> Any:
+    """Return what opens the store of --store. ConfigError where it is not installed."""
+    return extension("store", asked="--store", folder="fleet")
 
 
 async def _serve(

@@ -62,7 +62,7 @@ class ServerSettings:
     )  # fmt: skip
     store: str | None = _conversations(
         notation.word, metavar="URL",
-        help="Store of conversations that servers of one model share: a folder, or a URL of fsspec, as s3://bucket/texts.",
+        help="Store that servers of one model share, with kvflash-fleet: a folder, or a URL of fsspec, as s3://bucket/texts.",
     )  # fmt: skip
     store_bandwidth: int = _conversations(
         notation.size, default=0, metavar="SIZE", shown=False,

@@ -11,8 +11,6 @@ import logging
 import os
 import re
 import shutil
-import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,43 +114,6 @@ class Folder:
     def wrote(self, what: str) -> None:
         """Warn of the next failure again."""
         self._failing.discard(what)
-
-
-class ScratchFolder:
-    """A folder of this process in the temporary folder. Any thread uses it.
-
-    When it is made, those of processes that have died are deleted, from an age of a minute on: a younger one may not be
-    locked yet. prefix: how the names of all of them begin. ConfigError if somebody else locks it.
-    """
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-        self._making = threading.Lock()
-        for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-            if not left.is_symlink() and is_abandoned(left / ".lock"):
-                shutil.rmtree(left, ignore_errors=True)
-        self._make()
-
-    def _make(self) -> None:
-        self._path = Path(tempfile.mkdtemp(prefix=self._prefix))
-        self._lock = system.open_file(self._path / ".lock", os.O_RDWR | os.O_CREAT)
-        if not system.try_lock(self._lock):
-            raise ConfigError(f"{self._path} was locked by another process as soon as it was made: start again")
-
-    @property
-    def path(self) -> Path:
-        """The folder. It is another one when the system has deleted it, as it deletes old temporary files. OSError."""
-        with self._making:
-            if not (self._path / ".lock").exists():
-                before = self._lock
-                self._make()
-                os.close(before)
-            return self._path
-
-    def close(self) -> None:
-        """Delete it."""
-        os.close(self._lock)
-        shutil.rmtree(self._path, ignore_errors=True)
 
 
 def disk_is_full(err: Exception) -> bool:

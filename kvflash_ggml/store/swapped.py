@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from stat import S_ISREG
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..arrays import Int32s
 from ..constants import CHUNK
 from ..errors import ConfigError, KVFlashError
 from .folder import Folder, disk_is_full, file_stat
-from .shared import Head
 from .texts import Texts, new_id, usable
 
 SUFFIX = ".kvs"
@@ -112,8 +111,8 @@ class Conversation:
 
     name: given by requests, if any. salt: only requests of the same salt may continue it. tokens: when it was swapped
     out. prompt: tokens that the last request gave; a request that leaves the text before that is another conversation.
-    swapped: in memory. stored: in the folder. head: its newest state in the shared store. stale: another server has
-    continued it since.
+    swapped: in memory. stored: in the folder. head: what a `SharedStore` knows of its newest state there. stale:
+    another server has continued it since.
     """
 
     id: str = field(default_factory=new_id)
@@ -123,7 +122,7 @@ class Conversation:
     prompt: int = 0
     swapped: SwappedText | None = None
     stored: Stored | None = None
-    head: Head | None = None
+    head: Any = None
     used: float = 0.0
     stale: bool = False
 
@@ -337,3 +336,27 @@ class SwapStore(Texts[Conversation]):
         for conversation in self:
             self.store(conversation)
             self.remove(conversation)
+
+
+class SharedStore(SwapStore):
+    """A `SwapStore` that shares conversations with other servers of the model. Another distribution has one.
+
+    read_rate: tokens per second of prompts, which its user sets; None before the first.
+    """
+
+    read_rate: float | None = None
+
+    def offer(self, conversation: Conversation, swapped: SwappedText) -> None:
+        """Write a conversation behind what the server does next. Takes over `swapped`."""
+        raise NotImplementedError
+
+    def search(self, tokens: Int32s, *, salt: str, cached: int) -> Callable[[], bool] | None:
+        """Look for a conversation elsewhere that saves more than `cached` tokens of a prompt.
+
+        Returns whether to wait, None for no search.
+        """
+        raise NotImplementedError
+
+    def collect(self) -> bool:
+        """Use the results of writes and searches that have ended. Return whether a search has."""
+        raise NotImplementedError

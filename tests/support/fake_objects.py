@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvflash_ggml.store.objects import Listed
+from kvflash_fleet.objects import Listed
 
 
 class MemoryObjects:

@@ -117,13 +117,15 @@ def test_a_folder_of_models(serve: Serving, tmp_path: Path, monkeypatch: pytest.
     assert (refused.exit_code, "beside its model, as mmproj-MODEL.gguf" in refused.stderr) == (2, True)
 
 
-def test_a_folder_of_models_says_what_serves_it(
-    serve: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("option", "folder"), [("--models-dir {}", "router"), ("m.gguf --store {}", "fleet")])
+def test_what_is_a_distribution_of_its_own_says_so(
+    option: str, folder: str, serve: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
-    result = serve("--models-dir", tmp_path)
-    said = "--models-dir needs kvflash-router, which is not installed: pip install ./router in the checkout"
+    result = serve(*option.format(tmp_path).split())
+    said = f"needs kvflash-{folder}, which is not installed: pip install ./{folder} in the checkout"
     assert (result.exit_code, said in " ".join(result.stderr.split())) == (1, True), result.stderr
+    assert not serve.started
 
 
 def test_a_model_that_decodes_one_text_is_served_alone(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,9 +27,11 @@ def test_they_start_a_server_with_its_variables(path: Path) -> None:
 
 @pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
 def test_images_install_extras_that_there_are(path: Path) -> None:
-    (extras,) = re.findall(r"\[([\w,]+)\]\"", path.read_text(encoding="utf-8"))
-    known = (REPO / "pyproject.toml").read_text(encoding="utf-8")
-    assert [extra for extra in extras.split(",") if f"\n{extra} = [" not in known] == []
+    found = re.findall(r"\"(?:kvflash-ggml|/source(/\w+)?)\[([\w,]+)\]\"", path.read_text(encoding="utf-8"))
+    assert found
+    for folder, extras in found:
+        known = (REPO / folder.strip("/") / "pyproject.toml").read_text(encoding="utf-8")
+        assert [extra for extra in extras.split(",") if f"\n{extra} = [" not in known] == []
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")

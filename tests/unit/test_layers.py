@@ -12,6 +12,7 @@ from support.inside import PRIVATE
 PACKAGE = Path(__file__).parents[2] / "kvflash_ggml"
 BENCH = Path(__file__).parents[2] / "benchmarks" / "kvflash_bench"
 ROUTER = Path(__file__).parents[2] / "router" / "kvflash_router"
+FLEET = Path(__file__).parents[2] / "fleet" / "kvflash_fleet"
 TESTS = Path(__file__).parents[1]
 
 FLOORS = [
@@ -116,13 +117,13 @@ def test_imports_run_down(arrows: dict[str, set[str]]) -> None:
     assert [arrow for arrow in up if not {room(x) for x in arrow.split(" -> ")} <= ground] == []
 
 
-@pytest.mark.parametrize("beside", [BENCH, ROUTER], ids=lambda path: path.name)
+@pytest.mark.parametrize("beside", [BENCH, ROUTER, FLEET], ids=lambda path: path.name)
 def test_the_package_needs_nothing_beside_it(beside: Path) -> None:
     assert any(beside.rglob("*.py"))
     assert [name for name, path in modules().items() if beside.name in path.read_text(encoding="utf-8")] == []
 
 
-@pytest.mark.parametrize("package", [PACKAGE, BENCH, ROUTER], ids=lambda path: path.name)
+@pytest.mark.parametrize("package", [PACKAGE, BENCH, ROUTER, FLEET], ids=lambda path: path.name)
 def test_there_are_no_circles(package: Path) -> None:
     left = arrows_of(package)
     while free := [name for name, targets in left.items() if not targets & left.keys()]:

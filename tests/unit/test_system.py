@@ -39,12 +39,13 @@ for name in ("fcntl", "resource", "termios"):
 for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "pread", "preadv", "sched_getaffinity", "sysconf", "waitid"):
     delattr(os, name)
 del signal.SIGHUP
-import kvflash_ggml, kvflash_router
+import kvflash_fleet, kvflash_ggml, kvflash_router
 from kvflash_ggml import system
 assert system._fcntl is system._termios is system._resource is None
 assert len(system.END_SIGNALS) == 1
 count = 0
-packages = [pkgutil.walk_packages(one.__path__, f"{one.__name__}.") for one in (kvflash_ggml, kvflash_router)]
+PARTS = kvflash_ggml, kvflash_router, kvflash_fleet
+packages = [pkgutil.walk_packages(one.__path__, f"{one.__name__}.") for one in PARTS]
 for module in [module for modules in packages for module in modules]:
     if module.name.endswith("__main__"):
         continue

@@ -14,13 +14,13 @@ from support.fake_model import FakeModel
 from support.flaky_proxy import FAULTS, FlakyProxy
 from support.served import answer
 
+from kvflash_fleet import open_store, takeover
+from kvflash_fleet.objects import Objects, open_objects
+from kvflash_fleet.shared import SharedTexts, begin_of
 from kvflash_ggml.batching.scheduler import Scheduler
 from kvflash_ggml.cli.main import main
-from kvflash_ggml.store import takeover
-from kvflash_ggml.store.objects import Objects, open_objects
-from kvflash_ggml.store.shared import SharedTexts, begin_of
 
-pytest.importorskip("s3fs", reason="the extra 'store' is not installed")
+pytest.importorskip("s3fs", reason="kvflash-fleet's extra 's3' is not installed")
 moto = pytest.importorskip("moto.server", reason="moto[server], an S3 server for tests, is not installed")
 
 MODEL = "0123456789abcdef" * 2
@@ -65,7 +65,7 @@ def server(url: str) -> Iterator[Callable[[], Scheduler]]:
     made: list[Scheduler] = []
 
     def start() -> Scheduler:
-        made.append(Scheduler(FakeModel(), shared=SharedTexts(open_objects(f"{url}/{MODEL}", write=True))))
+        made.append(Scheduler(FakeModel(), shared=open_store(f"{url}/{MODEL}", made="", bandwidth=0)))
         made[-1].start()
         return made[-1]
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from .. import pip_line, system
-from ..errors import ConfigError
-from ..files import PART, replacing
+from kvflash_ggml import system
+from kvflash_ggml.errors import ConfigError
+from kvflash_ggml.files import PART, replacing
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -170,7 +170,7 @@ class RemoteObjects:
             self._fs, path = fsspec.core.url_to_fs(url, **(_S3 if self._s3 else {}))
         except ImportError as err:
             raise ConfigError(
-                f"{url} needs a package that is not installed: {pip_line.install('store')} ({err})"
+                f"{url} needs a package that is not installed: pip install './fleet[s3]' in the checkout ({err})"
             ) from err
         except ValueError as err:
             raise ConfigError(f"{url} is no store: {err}: name a folder, or a URL that fsspec knows") from err

@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..errors import SnapshotError
-from ..files import PART
+from kvflash_ggml.errors import SnapshotError
+from kvflash_ggml.files import PART
+
 from .objects import Listed, Objects
 from .shared import Head, decode, parse_name
 

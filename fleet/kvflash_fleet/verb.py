@@ -8,13 +8,14 @@ from typing import Any
 
 import click
 
-from ..errors import ConfigError
-from ..store import tidy
-from ..store.objects import Objects, open_objects
-from .model import plain_errors
-from .report import row
-from .sections import HELP, json_option, prune_options
-from .terminal import size_text
+from kvflash_ggml.cli.model import plain_errors
+from kvflash_ggml.cli.report import row
+from kvflash_ggml.cli.sections import HELP, json_option, prune_options
+from kvflash_ggml.cli.terminal import size_text
+from kvflash_ggml.errors import ConfigError
+
+from . import tidy
+from .objects import Objects, open_objects
 
 DAY = 86400.0
 

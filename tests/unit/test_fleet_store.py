@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,8 @@ from support.fake_model import FakeModel
 from support.fake_objects import MemoryObjects
 from support.served import answer, ask
 
-from kvflash_ggml.batching.messages import Finished
-from kvflash_ggml.batching.scheduler import Limits, Scheduler
-from kvflash_ggml.errors import ConfigError, KVFlashError, SnapshotError
-from kvflash_ggml.store import shared as shared_module
-from kvflash_ggml.store.folder import ScratchFolder
-from kvflash_ggml.store.objects import (
+from kvflash_fleet import shared as shared_module
+from kvflash_fleet.objects import (
     MAX_HANGING,
     FolderObjects,
     Objects,
@@ -30,7 +27,8 @@ from kvflash_ggml.store.objects import (
     _modified,
     open_objects,
 )
-from kvflash_ggml.store.shared import (
+from kvflash_fleet.scratch import ScratchFolder
+from kvflash_fleet.shared import (
     ANNOUNCED_S,
     OLD_S,
     Draft,
@@ -44,8 +42,11 @@ from kvflash_ggml.store.shared import (
     marks_of,
     parse_name,
 )
+from kvflash_fleet.takeover import REST_S, SharedSwapStore
+from kvflash_ggml.batching.messages import Finished
+from kvflash_ggml.batching.scheduler import Limits, Scheduler
+from kvflash_ggml.errors import ConfigError, KVFlashError, SnapshotError
 from kvflash_ggml.store.swapped import Conversation
-from kvflash_ggml.store.takeover import REST_S, SharedSwapStore
 from kvflash_ggml.store.texts import new_id
 
 TEXT = np.arange(600, dtype=np.int32) % 90 + 33
@@ -64,8 +65,8 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Objects:
         return FolderObjects(tmp_path / "store")
     if request.param == "memory":
         return MemoryObjects()
-    pytest.importorskip("fsspec", reason="the extra 'store' is not installed")
-    from kvflash_ggml.store.objects import RemoteObjects
+    pytest.importorskip("fsspec", reason="kvflash-fleet's extra 's3' is not installed")
+    from kvflash_fleet.objects import RemoteObjects
 
     return RemoteObjects(f"memory://{tmp_path}")
 
@@ -176,7 +177,7 @@ def server(tmp_path: Path) -> Iterator[Callable[..., Scheduler]]:
     def start(objects: Objects | None = None, **settings: Any) -> Scheduler:
         settings.setdefault("clock", lambda: time.monotonic() / 60)  # a slow machine has time to fetch a text
         texts = SharedTexts(FolderObjects(tmp_path / "store") if objects is None else objects)
-        made.append(Scheduler(FakeModel(), shared=texts, **settings))
+        made.append(Scheduler(FakeModel(), shared=partial(SharedSwapStore, texts), **settings))
         made[-1].start()
         return made[-1]
 

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_objects import MemoryObjects
 
+from kvflash_fleet import shared as shared_module
+from kvflash_fleet import tidy
+from kvflash_fleet.objects import Listed
+from kvflash_fleet.shared import Draft, Head, SharedTexts, begin_of
 from kvflash_ggml.errors import SnapshotError
-from kvflash_ggml.store import shared as shared_module
-from kvflash_ggml.store import tidy
-from kvflash_ggml.store.objects import Listed
-from kvflash_ggml.store.shared import Draft, Head, SharedTexts, begin_of
 
 TEXT = np.arange(70, dtype=np.int32) + 33
 BEGIN = begin_of(TEXT, "")

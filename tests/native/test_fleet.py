@@ -13,9 +13,9 @@ import pytest
 from support.harness import TEXT
 from support.serving import Served, serve
 
+from kvflash_fleet import shared as shared_module
+from kvflash_fleet.objects import FolderObjects
 from kvflash_ggml import KVFlashConfig
-from kvflash_ggml.store import shared as shared_module
-from kvflash_ggml.store.objects import FolderObjects
 
 pytestmark = pytest.mark.usefixtures("known_heads")
 

@@ -17,14 +17,14 @@ import pytest
 from click.testing import CliRunner
 from support.fake_objects import MemoryObjects
 
+from kvflash_fleet import shared as shared_module
+from kvflash_fleet.objects import MAX_OBJECT, FolderObjects, Listed, RemoteObjects, TimedObjects
+from kvflash_fleet.shared import Draft, Head, SharedTexts, begin_of, parse_name
+from kvflash_fleet.takeover import SharedSwapStore
 from kvflash_ggml.cli.main import main
 from kvflash_ggml.errors import KVFlashError, SnapshotError
 from kvflash_ggml.files import being_written
-from kvflash_ggml.store import shared as shared_module
-from kvflash_ggml.store.objects import MAX_OBJECT, FolderObjects, Listed, RemoteObjects, TimedObjects
-from kvflash_ggml.store.shared import Draft, Head, SharedTexts, begin_of, parse_name
 from kvflash_ggml.store.swapped import Conversation
-from kvflash_ggml.store.takeover import SharedSwapStore
 
 MODEL = "0123456789abcdef" * 2
 TEXT = np.arange(600, dtype=np.int32) % 90 + 33

@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Int32s, common_prefix
-from ..constants import CHUNK
-from ..errors import KVFlashError, SnapshotError
-from .folder import ScratchFolder
+from kvflash_ggml.arrays import Int32s, common_prefix
+from kvflash_ggml.constants import CHUNK
+from kvflash_ggml.errors import KVFlashError, SnapshotError
+from kvflash_ggml.store.swapped import Conversation, SharedStore, SwappedText
+from kvflash_ggml.store.texts import new_id, usable
+
+from .scratch import ScratchFolder
 from .shared import Draft, Head, SharedTexts, begin_of
-from .swapped import Conversation, SwappedText, SwapStore
-from .texts import new_id, usable
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -53,7 +54,7 @@ class _Found:
     path: Path | None = None
 
 
-class SharedSwapStore(SwapStore):
+class SharedSwapStore(SharedStore):
     """A `SwapStore` that shares conversations with other servers. Its own are in memory.
 
     One thread uses it; others read and write the store. at_hand: the conversations in slots. wake: called on another
@@ -84,8 +85,6 @@ class SharedSwapStore(SwapStore):
         self._refused = set[str]()  # heads that cannot be used
         self._erased: dict[str, int] = {}  # up to which number, of conversations that were erased here
         self._rests: dict[str, float] = {}  # until when, by what has failed: WRITE or SEARCH
-        self.read_rate: float | None = None
-        """Tokens per second of prompts; None before the first."""
 
     # --- writing
 

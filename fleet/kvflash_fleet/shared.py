@@ -25,11 +25,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ..arrays import Int32s
-from ..constants import CHUNK
-from ..errors import SnapshotError
+from kvflash_ggml.arrays import Int32s
+from kvflash_ggml.constants import CHUNK
+from kvflash_ggml.errors import SnapshotError
+from kvflash_ggml.store.texts import new_id, usable
+
 from .objects import MAX_OBJECT, Objects
-from .texts import new_id, usable
 
 logger = logging.getLogger("kvflash_ggml")
 

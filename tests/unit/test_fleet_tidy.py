@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from kvflash_fleet import shared as shared_module
+from kvflash_fleet.objects import FolderObjects
+from kvflash_fleet.shared import Draft, Head, SharedTexts
+from kvflash_fleet.tidy import GRACE_S
 from kvflash_ggml.cli.main import main
-from kvflash_ggml.store import shared as shared_module
-from kvflash_ggml.store.objects import FolderObjects
-from kvflash_ggml.store.shared import Draft, Head, SharedTexts
 from kvflash_ggml.store.texts import new_id
-from kvflash_ggml.store.tidy import GRACE_S
 
 MODEL = "0123456789abcdef" * 2
 TEXT = np.arange(600, dtype=np.int32) % 90 + 33
