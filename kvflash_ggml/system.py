@@ -39,6 +39,7 @@ _FAR = 1 << 40
 """The byte that Windows locks: others cannot read a locked byte, so it lies behind the data."""
 
 _MEMINFO = Path("/proc/meminfo")
+_STATM = Path("/proc/self/statm")
 _CGROUP = Path("/sys/fs/cgroup")
 _CGROUPS_OF_PROCESS = Path("/proc/self/cgroup")
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
@@ -131,6 +132,15 @@ def host_memory() -> tuple[int, int]:
     if (container := _limit()) is not None:
         total, left = min(total, container[0]), min(left, container[1])
     return total, min(total, left)
+
+
+def resident_bytes() -> int:
+    """Return the bytes of this process that are in memory now; 0 where the system does not tell."""
+    try:
+        pages = int(_STATM.read_text(encoding="ascii").split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class _MemoryStatus(ctypes.Structure):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import queue
 import random
-import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvflash_ggml import system
 from kvflash_ggml.batching.llama import LlamaModel, SwappedSequence
 from kvflash_ggml.batching.messages import Event, Failed, Finished, Request, Sampling, Usage
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
@@ -128,7 +128,7 @@ def play(
             continue
         one.answers.append(end.tokens)
         one.took.append(end.usage)
-        memory.append(resident_bytes())
+        memory.append(system.resident_bytes())
         most_parked = max(most_parked, scheduler.swapped.size)
         if not full and scheduler.swapped.counts.stored:
             full = memory[-1]
@@ -236,9 +236,3 @@ def reread_ms(llm: Llama, prompt: Sequence[int]) -> float:
 
 def _percentile(values: Sequence[float], share: float) -> float:
     return float(np.percentile(values, share)) if values else 0.0
-
-
-def resident_bytes() -> int:
-    """Bytes of this process that are in memory now."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * resource.getpagesize()

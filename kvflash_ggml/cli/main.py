@@ -32,6 +32,7 @@ _MODULES = {
     "list": "models",
     "rm": "models",
     "doctor": "doctor",
+    "check": "check",
     "exec": "execute",
     "calibrate": "calibrate",
     "snapshot": "snapshot",
@@ -184,4 +185,5 @@ def main() -> None:
     kvflash-run calibrate model.gguf                        which heads find what is asked for
     kvflash-run rpc serve                                   lend this machine's devices to another
     kvflash-run doctor                                      what is installed, and does it work
+    kvflash-run check model.gguf                            what a pool gives with it, in five minutes
     """

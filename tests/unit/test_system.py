@@ -228,3 +228,12 @@ def test_signals_where_the_loop_takes_none(monkeypatch: pytest.MonkeyPatch) -> N
         asyncio.run(wait())
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_memory_of_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = system.resident_bytes()
+    held = b"1" * (64 << 20)
+    assert system.resident_bytes() - before > 48 << 20
+    del held
+    monkeypatch.setattr(system, "_STATM", tmp_path / "none")
+    assert system.resident_bytes() == 0
