@@ -173,8 +173,8 @@ class KVFlashConfig:
         "strict" keeps the shares. None is elastic, and strict where the same bits are promised: with deterministic or
         deterministic_batch.
     deterministic_batch: each step has a row for every sequence, so other answers change no bit of one. On a GPU that
-        holds for one sequence: kernels round by where keys lie. Needs a tau or deterministic, no spec, and a model
-        without recurrent state and sliding windows.
+        holds for one sequence: kernels round by where keys lie. Needs no spec, and a model without recurrent state and
+        sliding windows.
     checkpoints: how many recurrent (or sliding-window) states are kept for truncation.
     """
 
@@ -192,9 +192,9 @@ class KVFlashConfig:
     )  # fmt: skip
     tau: int | None = _pool(
         int, "--kvflash-tau", least=1,
-        help="Tokens between two reselections while generating; chunks are scored four times as often. With a number,"
-        " the same call computes the same bits however fast the machine is.  [default: chunks are scored at every"
-        " token, or as often as that costs little]",
+        help="Tokens between two reselections while generating; chunks are scored four times as often. Beside a GPU the"
+        " same call computes the same bits with a number only.  [default: chunks are scored at every token, or as often"
+        " as that costs little; beside a GPU every 16 tokens, or as often as a thread has time]",
     )  # fmt: skip
     calibrate: bool | Path = _pool(
         _read_calibration, "--kvflash-calibrate", default=True, metavar="on|off|FILE", shown=False,
@@ -203,8 +203,8 @@ class KVFlashConfig:
     )  # fmt: skip
     deterministic: bool = _pool(
         bool, "--kvflash-deterministic", default=False,
-        help="The same text brings the same chunks. Each prompt is read from its beginning, no clock says how often"
-        " chunks are scored, and heads that are found meanwhile count in the next run.",
+        help="The same text brings the same chunks. Each prompt is read from its beginning, chunks are scored every 16"
+        " tokens beside a GPU, and heads that are found meanwhile count in the next run.",
     )  # fmt: skip
     reselect_prefill: bool = True
     sinks: int = 1
@@ -315,8 +315,6 @@ class KVFlashConfig:
             raise ConfigError(
                 "deterministic_batch: drafts change how many rows a step has, and bits with it: leave out spec"
             )
-        if self.deterministic_batch and self.tau is None and not self.deterministic:
-            raise ConfigError("deterministic_batch: tau adapts to the clock, and chunks with it: give a tau")
         if self.pool_share not in (None, "strict", "elastic"):
             raise ConfigError(f"pool_share is 'strict', 'elastic' or None, not {self.pool_share!r}")
         if self.pool_share == "elastic" and self.same_bits:

@@ -83,8 +83,7 @@ class ServerOptions:
     deterministic_batch: bool = _limits(
         bool, default=False,
         help="No other request changes a bit of an answer: each step has --parallel rows. On a GPU the slot that an"
-        " answer gets still does. Needs --kvflash-tau or --kvflash-deterministic, no drafts, and a model without"
-        " recurrent state or sliding windows.",
+        " answer gets still does. Needs a model without recurrent state or sliding windows, and no drafts.",
     )  # fmt: skip
     embeddings: bool = _server(
         bool, "--embeddings", "--embedding", default=False,

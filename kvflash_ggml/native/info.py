@@ -89,7 +89,8 @@ class EngineInfo:
     so in sliding windows only?
     rs_planes: tokens that recurrent state can go back within a step, 0 if it cannot.
     rotated: bit 0 if keys are stored rotated, bit 1 if values are.
-    host_compute: has the CPU a part in every step, with `n_threads` threads? devices: in the order of the layers.
+    host_compute: has the CPU a part in every step, with `n_threads` threads? step_work: multiplications with weights
+    that a step of one token makes. devices: in the order of the layers.
     """
 
     n_slots: int
@@ -108,6 +109,7 @@ class EngineInfo:
     windows_mutual: bool
     page_bytes: int
     device_bytes: int
+    step_work: int
     rotated: int
     host_compute: bool
     n_threads: int

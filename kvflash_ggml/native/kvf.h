@@ -11,7 +11,7 @@ extern "C" {
 #include <stdint.h>
 
 // [cdef]
-#define KVF_ABI   13
+#define KVF_ABI   14
 #define KVF_BLOCK 64
 
 enum kvf_status {
@@ -49,6 +49,7 @@ typedef struct kvf_info {
     int32_t n_threads;     // that the CPU computes a token with
     int64_t page_bytes;    // one page image: KVF_BLOCK rows of K, then of V, for every layer in order
     int64_t device_bytes;  // K and V of the whole pool, and the staging area of page-ins
+    int64_t step_work;     // multiplications with weights that a step of one token makes
     char    type_k[16];
     char    type_v[16];
 } kvf_info;

@@ -34,13 +34,34 @@ std::string context_refusal(llama_context & ctx) {
     return refusal.empty() ? kvf_planes_refusal(ctx) : refusal;
 }
 
-// Has the CPU a part in every step? The embedding is there in any case, and a row of it is soon looked up.
+// A step multiplies with all of these weights, or some of the experts. Of the embedding it looks up one row.
+bool is_computed(const std::string & name) {
+    return name.rfind("blk.", 0) == 0 || name.rfind("output", 0) == 0;
+}
+
+// Has the CPU a part in every step?
 bool computes_on_host(const llama_model & model) {
     return std::any_of(model.tensors_by_name.begin(), model.tensors_by_name.end(), [](const auto & named) {
         const auto & [name, tensor] = named;
-        const bool computed = name.rfind("blk.", 0) == 0 || name.rfind("output", 0) == 0;
-        return computed && tensor->buffer && ggml_backend_buffer_is_host(tensor->buffer);
+        return is_computed(name) && tensor->buffer && ggml_backend_buffer_is_host(tensor->buffer);
     });
+}
+
+int64_t work_of_token(const llama_model & model) {
+    const auto & hparams = model.hparams;
+    int64_t      res = 0, output = 0, embedding = 0;
+    for (const auto & [name, tensor] : model.tensors_by_name) {
+        const auto size = ggml_nelements(tensor);
+        if (name == "token_embd.weight") {
+            embedding = size;
+        } else if (name == "output.weight") {
+            output = size;
+        } else if (is_computed(name) && tensor->ne[1] > 1) {
+            const bool experts = hparams.n_expert > 0 && name.find("exps.") != std::string::npos;
+            res += experts ? size/hparams.n_expert*hparams.n_expert_used_max() : size;
+        }
+    }
+    return res + (output > 0 ? output : embedding);  // one tensor can be both
 }
 
 }  // namespace
@@ -71,6 +92,7 @@ kvf_engine::kvf_engine(llama_context & ctx, llama_memory_i & memory, llama_kv_ca
     info.host_compute = computes_on_host(model);
     info.n_threads    = cparams.n_threads;
     info.device_bytes = info.page_bytes*(info.n_slots/KVF_BLOCK);
+    info.step_work    = work_of_token(model);
     snprintf(info.type_k, sizeof(info.type_k), "%s", ggml_type_name(kv.type_k()));
     snprintf(info.type_v, sizeof(info.type_v), "%s", layers[0].has_v ? ggml_type_name(kv.type_v()) : "");
 

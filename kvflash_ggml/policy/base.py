@@ -192,6 +192,15 @@ class Exact(Protocol):
 
 
 @runtime_checkable
+class Costed(Protocol):
+    """A scorer that knows what a score costs. Without this the chunks are scored at every 16th token of an answer."""
+
+    def work(self, n_chunks: int) -> float:
+        """Return the multiplications of a score of `n_chunks` chunks by the newest token, or what takes as long."""
+        ...
+
+
+@runtime_checkable
 class Lasting(Protocol):
     """A scorer whose scores during an answer do not replace the earlier ones, but are combined with them.
 

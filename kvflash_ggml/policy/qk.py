@@ -48,6 +48,11 @@ ASKED_SCORE = np.float32(np.log(ASKED))
 UNASKED = 0.02
 """What is left of the differences between the scores of chunks that a token does not ask for. Their order stays."""
 
+BESIDES = 6e6
+"""Multiplications that take as long as what a score of one query row does besides the index: half a millisecond of
+Python, and the real keys of chunks that are asked for.
+"""
+
 EXACT_WORK = 64 * 2**20
 """Multiplications up to which every chunk is scored by its real keys, in about 3 ms on two cores."""
 
@@ -205,6 +210,9 @@ class QKScorer:
     def _rows_for(self, n_chunks: int) -> int:
         """Return how many query rows a score by the index has time for."""
         return max(MIN_ROWS, int(MAX_WORK / (n_chunks * self._work)))
+
+    def work(self, n_chunks: int) -> float:
+        return float(BESIDES + n_chunks * self._work)
 
     def masses_wanted(self, n_chunks: int, rows: int) -> tuple[Pairs, int]:
         heads = self._heads

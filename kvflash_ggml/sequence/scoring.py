@@ -6,6 +6,7 @@ thread.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,14 +20,15 @@ from ..arrays import Floats, Int32s
 from ..constants import CHUNK
 from ..errors import HostMemoryError
 from ..native.streamed import NO_MASSES, MassRequest
-from ..policy.base import Lasting, Masses, Pairs, Reading, Resumable, Scorer, ScoreRequest, Selective
+from ..policy.base import Costed, Lasting, Masses, Pairs, Reading, Resumable, Scorer, ScoreRequest, Selective
 from ..pool.residency import Chunks, few_moves
 from ..state.session import PolicyState, Replay, Statistics, done
 from ..threads import Worker
+from .clock import Clock
 from .keys import HostKeys, most_threads
 from .query_ring import QueryCopy, QueryRing
 from .scores import AttentionScores, check_scores
-from .selection import Selection, steady_interval
+from .selection import USUAL, Selection
 
 if TYPE_CHECKING:
     from ..host.image import PageImage
@@ -45,18 +47,21 @@ others would have to move again when the next token asks for something else.
 
 MIN_MOVES = 4
 
-DELAY = 16
+DELAY = USUAL
 """Tokens between a request for scores and their use, on devices that compute beside the host."""
 
-DECODE_SHARE = 0.08
-"""Share of the decode time that scoring may take when tau adapts, for a scorer without an `overhead` of its own.
+WORK_SHARE = 0.06
+"""Multiplications of scores for one of the steps, where the CPU computes all of a step and waits for the scores.
 
-It counts where scoring delays the decode: where the CPU computes all of a step, or some of it. With it, a model of 135M
-parameters is scored at every token of a text of 4,096.
+A multiplication of a score takes 1.3 times as long, so that is 8 % of the time. With it, a model of 135M parameters is
+scored at every token of a text of 6,000.
 """
 
 WORKER_SHARE = 0.5
 """Share of the time that the worker may be busy, where scoring runs beside the device's compute."""
+
+MIXED_SHARE = 0.08
+"""The same where the CPU computes a part of each step, for a scorer without an `overhead` of its own."""
 
 MIXED_THREADS = 4
 """Where the CPU computes a part of each step, scoring beside it gets one in this many of its threads."""
@@ -74,19 +79,20 @@ def most_moves(blocks: int) -> int:
 class Scoring:
     """Runs a scorer, and keeps its scores until they are used.
 
-    tau: see `Selection`. steady: no clock decides how often chunks are scored. n_chunks: of the longest text. together:
-    returns how many texts decode together now. pending: scores not used yet. passes: how often chunks were scored, in
-    `seconds` in all.
+    tau: see `Selection`. With None scores have their share: where the CPU computes the steps, WORK_SHARE of the
+    multiplications of a step that attends to `slots` slots; beside a device a share of the time. steady: no clock says
+    how often chunks are scored. n_chunks: of the longest text. together: returns how many texts decode together now.
+    pending: scores not used yet. passes: how often chunks were scored, in `seconds` in all.
     """
 
     def __init__(
         self, engine: Engine, store: HostStore, scorer: Scorer, ring: QueryRing, *, tau: int | None, n_chunks: int,
-        steady: bool = False, together: Callable[[], int] = lambda: 1,
+        slots: int, steady: bool = False, together: Callable[[], int] = lambda: 1,
     ) -> None:  # fmt: skip
         info = engine.info
         beside = info.asynchronous
         free = beside and not info.host_compute
-        share = WORKER_SHARE if free else getattr(scorer, "overhead", DECODE_SHARE)
+        share = WORKER_SHARE if free else getattr(scorer, "overhead", MIXED_SHARE)
         threads = max(1, info.n_threads // MIXED_THREADS) if beside and not free else most_threads(idle=free)
         # Devices that work on several steps at once must not be waited for: scores are used so many steps later, which
         # the placement alone decides, so that equal ones give equal answers.
@@ -94,10 +100,11 @@ class Scoring:
         self.scorer = scorer
         self._lasting = scorer if isinstance(scorer, Lasting) else None  # once: this check is slow
         self._together = together
-        interval = steady_interval(n_chunks) if steady else 1
-        self.selection = Selection(
-            tau=tau, share=None if steady else share, delay=DELAY if beside else 0, interval=interval
-        )
+        self.selection = Selection(tau=tau, delay=DELAY if beside else 0)
+        self.clock = Clock(share) if beside and tau is None and not steady else None
+        self._costed = scorer if not beside and tau is None and isinstance(scorer, Costed) else None
+        self._step_work = engine.info.step_work + slots * sum(x.n_head * (x.head_k + x.head_v) for x in engine.layers)
+        self._n_chunks = 0
         self.replays = Replays()
         self.passes = 0
         self.seconds = 0.0
@@ -115,9 +122,16 @@ class Scoring:
         try:
             self._buffers += [self._buffer() for _ in range(self._behind + 2)]
             scorer.open(self._keys, n_chunks)
+            self._pace(0)
         except BaseException:
             self._free()
             raise
+
+    def _pace(self, n_chunks: int) -> None:
+        """Choose the tokens between two scores of a text with `n_chunks` sealed chunks, by what a score costs."""
+        self._n_chunks = n_chunks
+        if self._costed is not None:
+            self.selection.interval = max(1, math.ceil(self._costed.work(n_chunks) / (WORK_SHARE * self._step_work)))
 
     @property
     def is_ready(self) -> bool:
@@ -127,6 +141,8 @@ class Scoring:
     # --- what happens to the text
 
     def sealed(self, chunks: Sequence[int]) -> None:
+        if chunks:
+            self._pace(chunks[-1] + 1)
         for chunk in chunks:
             work = chunk, self._store.page(chunk)
             if self._later is None:
@@ -160,12 +176,15 @@ class Scoring:
         self.replays.truncate(length)
         self._run(self._keys.truncate, length // CHUNK)
         self._run(self.scorer.truncate, length // CHUNK)
+        self._pace(length // CHUNK)
 
     def restart(self) -> None:
         """Drop unused scores, which belong to an earlier text."""
         wait(self.pending)  # results and errors are of no use now
         self.pending.clear()
         self.selection.restart()
+        if self.clock is not None:
+            self.clock.restart()
 
     def use(self, heads: Pairs) -> None:
         """Let a selective scorer use only these heads from the next score on. Replays, which other heads found, are
@@ -173,6 +192,7 @@ class Scoring:
         """
         self.replays.load(())
         self._run(self._use, heads)
+        self._pace(self._n_chunks)
 
     def _use(self, heads: Pairs) -> None:
         if isinstance(self.scorer, Selective):
@@ -298,7 +318,6 @@ class Scoring:
         """Return the state before the first score, without statistics."""
         return PolicyState(
             name=self.scorer.name,
-            tau=self.selection.tau,
             since_score=0,
             since_reselect=0,
             due=0,
@@ -309,6 +328,7 @@ class Scoring:
     def load(self, saved: PolicyState | None, tokens: Int32s) -> None:
         """Continue from a saved state. After another policy the keys are read again."""
         n_chunks = len(tokens) // CHUNK
+        self._pace(n_chunks)
         if saved is None or saved.name != self.scorer.name:
             self.sealed(range(n_chunks))
             return
@@ -359,12 +379,10 @@ class Scoring:
         scores = check_scores(self.scorer, self.scorer.score(request), n_chunks, queries)
         taken = time.perf_counter() - began
         self.seconds += taken
-        self.adapt(taken)
+        if self.clock is not None:
+            self.clock.on_score(taken * self._together())  # texts that decode together wait for the scores of all
+            self.selection.interval = self.clock.interval
         return scores
-
-    def adapt(self, seconds: float) -> None:
-        """Note the seconds of a score. Texts that decode together wait for the scores of all of them."""
-        self.selection.adapt(seconds * self._together())
 
     def _buffer(self) -> Floats:
         """Return page-locked room for the queries of all layers, so that reading them delays nothing."""

@@ -103,8 +103,8 @@ class Sequence:
             return None
         most, pool, config = -(-self.n_ctx // CHUNK), self.pool, self.config
         return Scoring(
-            self.engine, self.store, scorer, self.queries, tau=config.tau, n_chunks=most, steady=config.deterministic,
-            together=lambda: pool.decoding,
+            self.engine, self.store, scorer, self.queries, tau=config.tau, n_chunks=most, slots=pool.share,
+            steady=config.same_bits, together=lambda: pool.decoding,
         )  # fmt: skip
 
     # --- what it is
@@ -183,7 +183,9 @@ class Sequence:
         scoring = self.scoring
         if scoring is None:
             return
-        due = scoring.selection.on_tokens(count, waiting=bool(scoring.pending), now=time.perf_counter())
+        if scoring.clock is not None:
+            scoring.clock.on_tokens(count, time.perf_counter())
+        due = scoring.selection.on_tokens(count, waiting=bool(scoring.pending))
         if due and not self.table.unsaved:
             self.relevance.request(self.tokens, self.view, rows=1)
 

@@ -188,6 +188,9 @@ def _read_draft(part: Container, length: int) -> SavedDraft:
 KIND = "snapshot"
 DRAFTER = "drafter "
 
+ANY_TAU = 64
+"""Tokens between two reselections: earlier versions want a number, and this one counts anew."""
+
 MAX_PENDING = 8
 MAX_CHECKPOINTS = 1024
 MAX_LAYOUT = 1 << 20
@@ -233,7 +236,7 @@ def write_sections(writer: Writer, saved: SessionState) -> dict[str, Any]:
         for i, scores in enumerate(policy.pending):
             writer.section(f"look {i}", np.empty(0) if scores is None else scores.astype("<f8"))
         facts["policy"] = {
-            "name": policy.name, "tau": policy.tau, "since_look": policy.since_score,
+            "name": policy.name, "tau": ANY_TAU, "since_look": policy.since_score,
             "since_reselect": policy.since_reselect, "due": policy.due, "looks": len(policy.pending),
             FOUND: write_replays(writer, policy.found),
         }  # fmt: skip
@@ -373,8 +376,8 @@ def _policy(container: Container, length: int) -> PolicyState | None:
         count(part, name, least=-LARGEST) for name in ("since_look", "since_reselect", "due")
     )
     return PolicyState(
-        name=facts["name"], tau=count(part, "tau", least=1), since_score=since_score, since_reselect=since_reselect,
-        due=due, pending=[_scores(part, i, length // CHUNK) for i in range(count(part, "looks", most=MAX_PENDING))],
+        name=facts["name"], since_score=since_score, since_reselect=since_reselect, due=due,
+        pending=[_scores(part, i, length // CHUNK) for i in range(count(part, "looks", most=MAX_PENDING))],
         statistics=done(None), found=[_read_replay(one, length) for one in _parts(part, FOUND, MAX_FOUND)],
     )  # fmt: skip
 

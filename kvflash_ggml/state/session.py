@@ -185,14 +185,13 @@ class Replay:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PolicyState:
-    """A policy and its clock, between two scoring passes.
+    """A policy and what it counts, between two scoring passes.
 
     pending: scores that were requested and not used yet, oldest first. statistics: of the sealed chunks; None if the
     policy does not share them. reader: its drafter, if it has one. found: of the ends of prompts, newest last.
     """
 
     name: str
-    tau: int
     since_score: int
     since_reselect: int
     due: int

@@ -44,6 +44,7 @@ class FakeLayer:
     n_head: int = 1
     n_head_kv: int = 1
     head_k: int = ROW_BYTES
+    head_v: int = ROW_BYTES
     device: int = 0
     scale: float = 1.0
 
@@ -76,6 +77,7 @@ class FakeInfo:
     n_threads: int = 1
     rotated: int = 0
     page_bytes: int = PAGE_BYTES
+    step_work: int = 0
     type_k: str = "f16"
     type_v: str = "f16"
     devices: tuple[FakeDevice, ...] = (FakeDevice(),)

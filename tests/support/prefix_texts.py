@@ -66,7 +66,7 @@ def ready(value: Any) -> Future[Any]:
 
 
 def policy() -> PolicyState:
-    return PolicyState(name="qk", tau=8, since_score=0, since_reselect=0, due=0, pending=[], statistics=ready(None))
+    return PolicyState(name="qk", since_score=0, since_reselect=0, due=0, pending=[], statistics=ready(None))
 
 
 def make_heap(limit: int | None = None, *, page_bytes: int = PAGE) -> PageHeap:

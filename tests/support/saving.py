@@ -133,7 +133,7 @@ def settle_scores(session: Sequence) -> None:
 def clock(scoring: Scoring) -> tuple[int, ...]:
     saved = scoring.blank_state()
     scoring.selection.write(saved)
-    return saved.tau, saved.since_score, saved.since_reselect, saved.due
+    return scoring.selection.interval, saved.since_score, saved.since_reselect, saved.due
 
 
 def seen(session: Sequence) -> tuple[Any, ...]:

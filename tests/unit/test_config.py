@@ -143,7 +143,7 @@ def test_shares_are_elastic_unless_bits_are_promised() -> None:
     assert KVFlashConfig(parallel=2).is_elastic
     assert not KVFlashConfig().is_elastic
     assert not KVFlashConfig(parallel=2, pool_share="strict").is_elastic
-    for promise in ({"deterministic": True}, {"deterministic_batch": True, "tau": 8}):
+    for promise in ({"deterministic": True}, {"deterministic_batch": True}):
         assert not KVFlashConfig(parallel=2, **promise).is_elastic  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="others change what is resident"):
             KVFlashConfig(parallel=2, pool_share="elastic", **promise)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, DecodeError
 from kvflash_ggml.policy.base import Resumable, Scorer, ScoreRequest
 from kvflash_ggml.policy.drafter import QUERY_ROWS, DrafterScorer, TokenReader, common_prefix
-from kvflash_ggml.sequence.scoring import DECODE_SHARE
+from kvflash_ggml.sequence.scoring import MIXED_SHARE
 
 
 def look(tokens: Any) -> ScoreRequest:
@@ -283,7 +283,7 @@ def test_close_frees_once_and_without_a_load() -> None:
 def test_it_is_a_policy_with_a_share_of_its_own() -> None:
     scorer = opened(Loads(FakeDrafter()))
     assert isinstance(scorer, Scorer)
-    assert scorer.overhead == 0.15 > DECODE_SHARE
+    assert scorer.overhead == 0.15 > MIXED_SHARE
     assert "drafter" in policy.names()
 
 

@@ -1,8 +1,9 @@
-"""The clock of a policy: it counts tokens of the text, and a rejected draft is none."""
+"""When chunks are scored: tokens of the text and work are counted, and a rejected draft is none."""
 
 from __future__ import annotations
 
 from collections import abc
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,9 @@ from support.integrity import check_table
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import DecodeError, SnapshotError
 from kvflash_ggml.sequence.prefill import extend
-from kvflash_ggml.sequence.selection import MAX_TAU, TAU, Selection, steady_interval
+from kvflash_ggml.sequence.scoring import WORK_SHARE
+from kvflash_ggml.sequence.selection import Selection
 from kvflash_ggml.sequence.sequence import Sequence
-from kvflash_ggml.state.session import PolicyState
-from kvflash_ggml.state.session import done as ready
 
 PROMPT = 2048
 
@@ -60,9 +60,9 @@ class Finding(Counted):
         return scores
 
 
-def session(scorer: Counted, **info: Any) -> Sequence:
+def session(scorer: Counted, tau: int | None = 64, **info: Any) -> Sequence:
     engine = FakeEngine(1024, 128, **info)
-    config = KVFlashConfig(pool=1024, tau=64)
+    config = KVFlashConfig(pool=1024, tau=tau)
     one = make_session(engine, config, n_ctx=8192, n_batch=128, n_ubatch=128, scorer=scorer)  # type: ignore[arg-type]
     extend(one, np.arange(PROMPT, dtype=np.int32))
     scorer.seen.clear()
@@ -118,8 +118,8 @@ def test_drafts_leave_no_trace() -> None:
 
 @pytest.mark.parametrize("counts", [[1] * 200, [5] * 40, [3, 7] * 20])
 def test_tokens_are_counted_and_not_steps(counts: abc.Sequence[int]) -> None:
-    clock = Selection(tau=64, share=0.02, delay=0)
-    asked = sum(clock.on_tokens(count, waiting=False, now=float(i)) for i, count in enumerate(counts))
+    clock = Selection(tau=64)
+    asked = sum(clock.on_tokens(count, waiting=False) for count in counts)
     assert sum(counts) // 16 - 2 <= asked <= sum(counts) // 16
     assert clock.must_move
     clock.moved()
@@ -127,87 +127,106 @@ def test_tokens_are_counted_and_not_steps(counts: abc.Sequence[int]) -> None:
 
 
 def test_scores_are_used_after_the_delay() -> None:
-    clock = Selection(tau=4, share=0.02, delay=16)
-    assert clock.on_tokens(1, waiting=False, now=0)
+    clock = Selection(tau=4, delay=16)
+    assert clock.on_tokens(1, waiting=False)
     for _ in range(3):
         assert not clock.is_due
-        clock.on_tokens(5, waiting=True, now=0)
-    clock.on_tokens(1, waiting=True, now=0)
+        clock.on_tokens(5, waiting=True)
+    clock.on_tokens(1, waiting=True)
     assert clock.is_due
 
 
 def test_nothing_of_the_last_text_delays_the_next() -> None:
-    clock = Selection(tau=4, share=0.02, delay=16)
-    assert clock.on_tokens(1, waiting=False, now=0)
+    clock = Selection(tau=4, delay=16)
+    assert clock.on_tokens(1, waiting=False)
     assert not clock.is_due
     clock.restart()
     assert clock.is_due
 
 
-def test_tau_follows_the_cost_of_scoring() -> None:
-    clock = Selection(tau=None, share=0.02, delay=0)
-    assert clock.interval == 1
-    for i in range(100):
-        clock.on_tokens(1, waiting=False, now=0.01 * (i + 1))
-    for _ in range(20):
-        clock.adapt(1.0)
-    assert clock.tau == MAX_TAU
-    for _ in range(20):
-        clock.adapt(0.0)
-    assert clock.interval == 1
-    fixed = Selection(tau=128, share=0.02, delay=0)
-    fixed.on_tokens(1, waiting=False, now=1)
-    fixed.on_tokens(1, waiting=False, now=2)
-    fixed.adapt(100.0)
-    assert fixed.tau == 128
-
-
-@pytest.mark.parametrize(("seconds", "interval"), [(0.0002, 1), (0.0011, 2), (0.003, 4), (0.02, 32), (0.3, 512)])
-def test_scores_take_their_share_of_the_time_and_no_more(seconds: float, interval: int) -> None:
-    clock = Selection(tau=None, share=0.1, delay=0)
-    for i in range(100):
-        clock.on_tokens(1, waiting=False, now=0.01 * (i + 1))
-        clock.adapt(seconds)
-    assert clock.interval == interval
-
-
-def test_a_score_that_was_slow_once_changes_nothing() -> None:
-    clock = Selection(tau=None, share=0.1, delay=0)
-    for i in range(100):
-        clock.on_tokens(1, waiting=False, now=0.01 * (i + 1))
-        clock.adapt(1.0 if i % 3 == 0 else 0.0002)
-    assert clock.interval == 1
-
-
-def test_all_of_the_pool_moves_only_where_few_tokens_are_scored() -> None:
+@pytest.mark.parametrize(("interval", "moves"), [(1, 0), (8, 0), (16, 3), (64, 3)])
+def test_all_of_the_pool_moves_only_where_few_tokens_are_scored(interval: int, moves: int) -> None:
     """Scores at every token move what is asked for at once. The rest of the pool would move for noise."""
-    clock = Selection(tau=None, share=0.1, delay=0)
-    for i in range(200):
-        clock.on_tokens(1, waiting=False, now=0.01 * (i + 1))
-    assert not clock.must_move
-    for _ in range(20):
-        clock.adapt(0.02)
-    assert clock.must_move
-    beside = Selection(tau=None, share=0.5, delay=16)
-    assert (beside.interval, beside.tau) == (16, TAU)
-    beside.on_tokens(TAU, waiting=False, now=1)
-    assert beside.must_move
+    clock, moved = Selection(tau=None), 0
+    clock.interval = interval
+    for _ in range(3 * 4 * interval):
+        clock.on_tokens(1, waiting=False)
+        if clock.must_move:
+            clock.moved()
+            moved += 1
+    assert moved == moves
 
 
-@pytest.mark.parametrize(("n_chunks", "interval"), [(1, 1), (128, 1), (129, 2), (2048, 16), (16384, 16)])
-def test_where_no_clock_may_decide_the_context_does(n_chunks: int, interval: int) -> None:
-    assert steady_interval(n_chunks) == interval
-    clock = Selection(tau=None, share=None, delay=0, interval=interval)
-    for i in range(20):
-        clock.on_tokens(1, waiting=False, now=0.01 * i)
-        clock.adapt(1.0)
-    clock.load(
-        PolicyState(name="", tau=128, since_score=0, since_reselect=0, due=0, pending=[], statistics=ready(None))
-    )
-    assert clock.interval == interval
+class Costly(Counted):
+    """A score costs as much as so many steps for each chunk."""
+
+    def __init__(self, steps: float = 0.0) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def work(self, n_chunks: int) -> float:
+        return self.steps * STEP * n_chunks
 
 
-class Turning(Counted):
+STEP = 10**9
+"""Multiplications of a step of the model that is scored here, beside which attention is nothing."""
+
+PRICE = WORK_SHARE / 32
+"""Steps of a chunk, so that 32 chunks are scored at each token."""
+
+
+def looks(one: Sequence, count: int) -> list[int]:
+    """At which lengths the chunks are scored while `count` tokens follow."""
+    scorer = one.scoring.scorer  # type: ignore[union-attr]
+    scorer.seen.clear()  # type: ignore[attr-defined]
+    for token in range(count):
+        extend(one, np.array([token], np.int32))
+    return scorer.seen  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.parametrize(("price", "interval"), [(0, 1), (0.999, 1), (1.1, 2), (3.5, 4), (40, 40)])
+def test_scores_take_their_share_of_the_work_and_no_more(price: float, interval: int) -> None:
+    one = session(Costly(price * PRICE), tau=None, step_work=STEP)
+    seen = looks(one, 63)
+    assert seen == list(range(PROMPT + interval, PROMPT + 64, interval))
+    one.close()
+
+
+def test_chunks_are_scored_less_often_as_the_text_grows_and_more_often_after_a_cut() -> None:
+    one = session(Costly(PRICE), tau=None, step_work=STEP)
+    assert looks(one, 4) == [PROMPT + 1, PROMPT + 2, PROMPT + 3, PROMPT + 4]
+    extend(one, np.arange(PROMPT, dtype=np.int32))
+    end = one.length
+    assert looks(one, 8) == [end + 2, end + 4, end + 6, end + 8]
+    one.truncate(PROMPT)
+    assert looks(one, 2) == [PROMPT + 1, PROMPT + 2]
+    one.close()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 100.0])
+def test_no_clock_changes_what_is_scored(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same call scores the same tokens, however long the scores take."""
+    times = count(0.0, seconds)
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    one = session(Costly(1.5 * PRICE), tau=None, step_work=STEP)
+    assert looks(one, 200) == list(range(PROMPT + 2, PROMPT + 201, 2))
+    one.close()
+
+
+@pytest.mark.parametrize(("tau", "interval"), [(4, 1), (64, 16), (1024, 256)])
+def test_a_tau_that_somebody_asks_for_counts_whatever_the_cost(tau: int, interval: int) -> None:
+    one = session(Costly(1000.0), tau=tau, step_work=STEP)
+    assert looks(one, 256) == list(range(PROMPT + interval, PROMPT + 257, interval))
+    one.close()
+
+
+def test_a_scorer_that_does_not_know_its_cost_scores_every_16th_token() -> None:
+    one = session(Counted(), tau=None)
+    assert looks(one, 64) == [PROMPT + 16, PROMPT + 32, PROMPT + 48, PROMPT + 64]
+    one.close()
+
+
+class Turning(Costly):
     """Every eighth token of the answer asks for another chunk."""
 
     fade = 0.02
@@ -225,7 +244,7 @@ class Turning(Counted):
 @pytest.mark.parametrize("pool", [512, 1024])
 def test_what_a_token_asks_for_is_there_for_the_next(pool: int) -> None:
     """An answer that turns to eleven places, with no prompt between them, and without a page that comes for nothing."""
-    config = KVFlashConfig(pool=pool, deterministic=True)
+    config = KVFlashConfig(pool=pool)
     one = make_session(FakeEngine(pool, 128), config, n_ctx=8192, n_batch=128, n_ubatch=128, scorer=Turning())  # type: ignore[arg-type]
     extend(one, np.arange(PROMPT, dtype=np.int32))
     before = one.paging.page_ins
@@ -266,9 +285,9 @@ def test_a_failed_step_that_takes_text_along_counts_no_tokens() -> None:
     ticks: list[int] = []
     clock = one.scoring.selection.on_tokens
 
-    def counted(count: int, **rest: Any) -> bool:
-        ticks.append(count)
-        return clock(count, **rest)
+    def counted(tokens: int, **rest: Any) -> bool:
+        ticks.append(tokens)
+        return clock(tokens, **rest)
 
     one.scoring.selection.on_tokens = counted  # type: ignore[method-assign]
     one.engine.faults = Faults(0, spoil=True)  # type: ignore[attr-defined]

@@ -20,8 +20,6 @@ from kvflash_ggml.sequence import together
 from kvflash_ggml.sequence.pool import Pool
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.reading import Reading
-from kvflash_ggml.sequence.scoring import DECODE_SHARE, WORKER_SHARE
-from kvflash_ggml.sequence.selection import NEWEST
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.sequence.step import LAST
 from kvflash_ggml.speculation.decision import Fixed
@@ -124,23 +122,21 @@ class Scorer:
         return np.zeros(request.n_chunks, np.float32)
 
 
-@pytest.mark.parametrize(("count", "factor"), [(1, 1), (4, 2)])
-def test_texts_share_the_time_for_looks(count: int, factor: int) -> None:
-    """Of four sequences: half of that share is enough for a text that decodes alone, and too much for each of four."""
-    made = FakeEngine(4 * SHARE, 512, n_seq=4)
+@pytest.mark.parametrize("count", [1, 4])
+def test_texts_beside_a_device_share_the_time_for_looks(count: int) -> None:
+    """A text that decodes with three others waits for their scores too."""
+    made = FakeEngine(4 * SHARE, 512, n_seq=4, asynchronous=True)
     pool = Pool(made, n_ubatch=512)  # type: ignore[arg-type]
     texts = [open_text(pool, seq, Scorer()) for seq in range(4)]
     advance(texts[:count], [1] * count)
-    text = texts[0]
-    assert text.scoring is not None
-    selection = text.scoring.selection
-    for now in range(1, 100):
-        selection.on_tokens(1, waiting=False, now=float(now))  # a second a token
-    whole = WORKER_SHARE if made.info.asynchronous else DECODE_SHARE
-    before = selection.interval
-    for _ in range(NEWEST):
-        text.scoring.adapt(whole / 2 * before)
-    assert selection.interval == factor * before
+    scoring = texts[0].scoring
+    assert scoring is not None
+    assert scoring.clock is not None
+    told: list[float] = []
+    scoring.clock.on_score = told.append  # type: ignore[method-assign]
+    texts[0].relevance.request(texts[0].tokens, None, rows=1)
+    scoring.take()
+    assert told == [pytest.approx(count * scoring.seconds)]
     for text in texts:
         text.close()
 

@@ -1,0 +1,54 @@
+"""How often chunks are scored beside a device: as often as the thread that scores has time for."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from .selection import USUAL
+
+MAX_INTERVAL = 1024
+"""Reached where a score takes as long as a hundred tokens, as all heads of a long text do on a CPU."""
+
+EASE = 0.75
+"""Part of its share that scoring must stay below with half the interval before the interval is halved."""
+
+NEWEST = 3
+"""Scores whose fastest one counts: another process, or the first score of a text, makes single ones slow."""
+
+
+class Clock:
+    """Measures tokens and scores, and says how many tokens lie between two scores.
+
+    share: of the decode time, which scoring may take.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.interval = USUAL
+        self._share = share
+        self._token_seconds = 0.0
+        self._seconds: deque[float] = deque(maxlen=NEWEST)  # of the newest scores
+        self._last = 0.0  # time of the newest tokens
+
+    def on_tokens(self, count: int, now: float) -> None:
+        """Note the time at which `count` tokens have been generated."""
+        if self._last:
+            seconds = (now - self._last) / count
+            self._token_seconds += (0.1 if self._token_seconds else 1) * (seconds - self._token_seconds)
+        self._last = now
+
+    def restart(self) -> None:
+        """Note that the next tokens do not follow the last ones at once."""
+        self._last = 0.0
+
+    def on_score(self, seconds: float) -> None:
+        """Note the seconds of a score. Double or halve the interval until scoring takes about its share."""
+        if not self._token_seconds:
+            return
+        self._seconds.append(seconds)
+        share = min(self._seconds) / (self.interval * self._token_seconds)
+        if len(self._seconds) < NEWEST:
+            return
+        if share > self._share and self.interval < MAX_INTERVAL:
+            self.interval *= 2
+        elif 2 * share < EASE * self._share and self.interval > USUAL:
+            self.interval //= 2

@@ -1,0 +1,48 @@
+"""How often chunks are scored beside a device: by the clock, in a share of the time."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvflash_ggml.sequence.clock import MAX_INTERVAL, Clock
+
+
+def test_the_interval_follows_the_cost_of_scoring() -> None:
+    clock = Clock(0.1)
+    assert clock.interval == 16
+    for i in range(100):
+        clock.on_tokens(1, 0.01 * (i + 1))
+    for _ in range(20):
+        clock.on_score(10.0)
+    assert clock.interval == MAX_INTERVAL
+    for _ in range(20):
+        clock.on_score(0.0)
+    assert clock.interval == 16
+
+
+@pytest.mark.parametrize(("seconds", "interval"), [(0.0002, 16), (0.017, 32), (0.05, 64), (0.3, 512)])
+def test_scores_take_their_share_of_the_time_and_no_more(seconds: float, interval: int) -> None:
+    clock = Clock(0.1)
+    for i in range(100):
+        clock.on_tokens(1, 0.01 * (i + 1))
+        clock.on_score(seconds)
+    assert clock.interval == interval
+
+
+def test_a_score_that_was_slow_once_changes_nothing() -> None:
+    clock = Clock(0.1)
+    for i in range(100):
+        clock.on_tokens(1, 0.01 * (i + 1))
+        clock.on_score(1.0 if i % 3 == 0 else 0.0002)
+    assert clock.interval == 16
+
+
+def test_the_time_between_two_answers_is_no_token() -> None:
+    clock = Clock(0.1)
+    for i in range(10):
+        clock.on_tokens(1, 0.01 * (i + 1))
+    clock.restart()
+    clock.on_tokens(1, 1000.0)
+    for _ in range(10):
+        clock.on_score(0.05)
+    assert clock.interval == 64
