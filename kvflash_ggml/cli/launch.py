@@ -1,4 +1,4 @@
-"""`kvflash-run launch PROGRAM`: starts a coding agent on a server, by its environment and command line alone."""
+"""`kvflash-run launch PROGRAM`: starts a coding agent on a server by its environment, options, and files of its own."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
 import click
@@ -41,8 +42,19 @@ class Served:
     n_ctx: int
 
 
-Told = tuple[dict[str, str], list[str]]
-"""Variables of a program, and its arguments before those of the user."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What points a program to a server: its variables, and its arguments before those of the user.
+
+    files: JSON, by paths in a folder that is there while the program runs; FOLDER stands for it in the others.
+    """
+
+    environment: dict[str, str]
+    arguments: list[str] = field(default_factory=list)
+    files: dict[str, Any] = field(default_factory=dict)
+
+
+FOLDER = "FOLDER"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +77,7 @@ def _claude(served: Served) -> Told:
         "ENABLE_TOOL_SEARCH": "false",  # a tool that comes later changes the front
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
-    return environment, []
+    return Told(environment=environment)
 
 
 def _codex(served: Served) -> Told:
@@ -81,7 +93,7 @@ def _codex(served: Served) -> Told:
     }
     # a JSON text or number is one of TOML
     arguments = [part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}")]
-    return {"KVFLASH_API_KEY": served.key}, arguments
+    return Told(environment={"KVFLASH_API_KEY": served.key}, arguments=arguments)
 
 
 def _opencode(served: Served) -> Told:
@@ -94,8 +106,7 @@ def _opencode(served: Served) -> Told:
     }
     name = f"kvflash/{served.model}"
     config = {"provider": {"kvflash": provider}, "model": name, "small_model": name}
-    environment = {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
-    return environment, []
+    return Told(environment={"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
 
 
 def _qwen_code(served: Served) -> Told:
@@ -104,12 +115,12 @@ def _qwen_code(served: Served) -> Told:
         "OPENAI_API_KEY": served.key,
         "OPENAI_MODEL": served.model,
     }
-    return environment, ["--auth-type", "openai"]
+    return Told(environment=environment, arguments=["--auth-type", "openai"])
 
 
 def _aider(served: Served) -> Told:
     environment = {"OPENAI_API_BASE": f"{served.url}/v1", "OPENAI_API_KEY": served.key}
-    return environment, ["--model", f"openai/{served.model}", "--no-show-model-warnings"]
+    return Told(environment=environment, arguments=["--model", f"openai/{served.model}", "--no-show-model-warnings"])
 
 
 def _goose(served: Served) -> Told:
@@ -121,7 +132,37 @@ def _goose(served: Served) -> Told:
         "OPENAI_BASE_PATH": "v1/chat/completions",
         "OPENAI_API_KEY": served.key,
     }
-    return environment, []
+    return Told(environment=environment)
+
+
+def _crush(served: Served) -> Told:
+    """Its data folder has what its configuration does not set, such as the model that was chosen last."""
+    model = {
+        "id": served.model, "name": served.model, "context_window": served.n_ctx,
+        "default_max_tokens": min(served.n_ctx // 4, 32_000),
+    }  # fmt: skip
+    provider = {
+        "name": "kvflash", "type": "openai-compat", "base_url": f"{served.url}/v1", "api_key": "$KVFLASH_API_KEY",
+        "models": [model],
+    }  # fmt: skip
+    chosen = {"provider": "kvflash", "model": served.model}
+    config = {"providers": {"kvflash": provider}, "models": {"large": chosen, "small": chosen}}
+    environment = {"KVFLASH_API_KEY": served.key, "CRUSH_GLOBAL_DATA": FOLDER}
+    return Told(environment=environment, files={"crush.json": config})
+
+
+def _cline(served: Served) -> Told:
+    settings = {
+        "provider": "openai-compatible", "baseUrl": f"{served.url}/v1", "model": served.model,
+        "contextWindow": served.n_ctx, "timeout": 3_600_000,
+    }  # fmt: skip
+    entry = {"settings": settings, "updatedAt": "2026-01-01T00:00:00.000Z", "tokenSource": "manual"}
+    config = {"version": 1, "lastUsedProvider": settings["provider"], "providers": {settings["provider"]: entry}}
+    return Told(
+        environment={"OPENAI_API_KEY": served.key},
+        arguments=["--data-dir", FOLDER],
+        files={"settings/providers.json": config},
+    )
 
 
 PROGRAMS: Mapping[str, Program] = {
@@ -131,6 +172,8 @@ PROGRAMS: Mapping[str, Program] = {
     "qwen-code": Program(file="qwen", install="npm install -g @qwen-code/qwen-code", tells=_qwen_code),
     "aider": Program(file="aider", install="pip install aider-chat", tells=_aider),
     "goose": Program(file="goose", install="see its documentation", tells=_goose),
+    "crush": Program(file="crush", install="npm install -g @charmland/crush", tells=_crush),
+    "cline": Program(file="cline", install="npm install -g cline", tells=_cline),
 }
 
 
@@ -184,16 +227,32 @@ def launch(
     if found is None and not dry_run:
         raise click.UsageError(f"there is no program {wanted.file!r} on the PATH: {wanted.install}")
     with _server(model, api_key, port or 0) if model is not None else _given(url, port or 8080) as address:
-        environment, given = wanted.tells(_served(address, api_key))
-        line = [*given, *(arguments[1:] if arguments[:1] == ("--",) else arguments)]
-        for name, value in environment.items():
+        told = wanted.tells(_served(address, api_key))
+        line = [*told.arguments, *(arguments[1:] if arguments[:1] == ("--",) else arguments)]
+        for name, value in told.environment.items():
             shown = value if api_key == "none" else value.replace(json.dumps(api_key)[1:-1], "...")
             note(f"{name}={shlex.quote(shown)}")
+        for path, value in told.files.items():
+            note(f"{FOLDER}/{path}: {json.dumps(value)}")
         note(shlex.join([wanted.file, *line]))
         if found is None or dry_run:
             return
-        code = _run([found, *line], {**os.environ, **environment})
+        with _folder(told.files) as folder:
+            environment = {name: folder if value == FOLDER else value for name, value in told.environment.items()}
+            line[: len(told.arguments)] = [folder if word == FOLDER else word for word in told.arguments]
+            code = _run([found, *line], {**os.environ, **environment})
     sys.exit(code)
+
+
+@contextmanager
+def _folder(files: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a folder with these files, JSON by their paths in it. It is removed at the end."""
+    with TemporaryDirectory(prefix="kvflash-") as folder:
+        for path, value in files.items():
+            file = Path(folder, path)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(value), encoding="utf-8")
+        yield folder
 
 
 def _is_typed(ctx: click.Context, name: str) -> bool:

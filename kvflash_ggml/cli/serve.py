@@ -13,7 +13,7 @@ from .llama_flags import llama_flags
 from .model import log_to_stderr, plain_errors
 from .options import LogOptions, OpeningOptions, log_options, opening_options
 from .sections import HELP, MODEL_FILE, SectionCommand, collected
-from .serving import Job, ServerOptions, serve_model
+from .serving import Job, ServerOptions, dry_run, serve_model
 from .terminal import note
 
 _EPILOG = """\b
@@ -72,6 +72,8 @@ def serve(
             "--mmproj is of one model, and --models-dir serves several: put the projector beside its model, as "
             "mmproj-MODEL.gguf"
         )
+    if server.models_dir is not None and server.dry_run:
+        raise click.UsageError("--dry-run is of one model, and --models-dir serves several: give the model's file")
     named = ctx.get_parameter_source("sleep_idle_seconds") is click.core.ParameterSource.COMMANDLINE
     if server.models_dir is None and named:
         raise click.UsageError("--sleep-idle-seconds unloads one of several models: add --models-dir, or leave it out")
@@ -98,6 +100,8 @@ def serve(
         note("--kvflash-cache does nothing with --isolate-keys: the prefix cache is not separated by key")
     job = Job(settings=settings, opening=opening, server=server, log=log, template=server.template())
     with plain_errors(verbose=log.verbose):
+        if server.dry_run:
+            ctx.exit(dry_run(job, located(model, quiet=log.quiet)))
         try:
             from ..server.run import listen, shared_store
         except ModuleNotFoundError as err:

@@ -17,9 +17,10 @@ from ..errors import UnsupportedModelError
 from ..server.settings import ServerSettings
 from ..settings import in_section
 from .hub import HubModel, hub_model
-from .model import in_words, log_requests, open_model
+from .model import in_words, keywords, log_requests, open_model
 from .options import LogOptions, OpeningOptions, read_parallel
 from .prompt import read_text
+from .report import dry_run as say_what_goes_where
 from .sections import MODEL_FILE
 from .terminal import note, size_text
 
@@ -108,6 +109,11 @@ class ServerOptions:
         float, "--sleep-idle-seconds", "--idle", least=-1, default=300, metavar="S",
         help="With --models-dir: unload a model after S seconds without a request; -1: never.",
     )  # fmt: skip
+    dry_run: bool = _server(
+        bool, default=False, variable="",
+        help="Say what would go where, and whether it fits; load nothing, and take no port. The exit code is 3 if it"
+        " does not fit.",
+    )  # fmt: skip
     fields: dict[str, Any]
 
     def embedding(self) -> int:
@@ -117,6 +123,15 @@ class ServerOptions:
         if self.pooling is not None and not self.embeddings:
             raise click.UsageError(f"--pooling {self.pooling} says how embeddings are made: add --embeddings")
         return self.embedding_tokens if self.embeddings or self.reranking else 0
+
+    def pool(self) -> dict[str, Any]:
+        """Return the fields of KVFlashConfig that only a server sets."""
+        return {
+            "embedding": self.embedding(),
+            "pool_share": self.pool_share,
+            "parallel": self.parallel,
+            "deterministic_batch": self.deterministic_batch,
+        }
 
     @property
     def idle_s(self) -> float | None:
@@ -212,15 +227,32 @@ def serve_model(
 @contextmanager
 def _open(job: Job, path: str) -> Iterator[Any]:
     """Open the model. One that cannot decode several answers together is opened for one at a time, with a note."""
-    server = job.server
-    served = {"embedding": server.embedding(), "pool_share": server.pool_share}
-    together = {"parallel": server.parallel, "deterministic_batch": server.deterministic_batch}
+    server, served = job.server, job.server.pool()
     with ExitStack() as stack:
         try:
-            llm = stack.enter_context(open_model(path, job.opening, job.log, **served, **together))
+            llm = stack.enter_context(open_model(path, job.opening, job.log, **served))
         except UnsupportedModelError as err:
             if server.parallel in (1, "auto"):
                 raise
             note(f"--parallel {server.parallel} has no effect, answers take turns: {err}")
-            llm = stack.enter_context(open_model(path, job.opening, job.log, **served))
+            alone = {"parallel": 1, "deterministic_batch": False}
+            llm = stack.enter_context(open_model(path, job.opening, job.log, **served | alone))
         yield llm
+
+
+def dry_run(job: Job, path: str) -> int:
+    """Print where a model would go, and where it would be served. Return the exit code: 0, or DOES_NOT_FIT.
+
+    Raises as `serve_model`.
+    """
+    from ..placement.sizing import MOST_SEQUENCES
+
+    server, settings = job.server, job.settings
+    placed = keywords(path, job.opening, quiet=job.log.quiet)
+    placed["kvflash"] = replace(placed["kvflash"], **server.pool())
+    if code := say_what_goes_where(path, placed, as_json=False):
+        return code
+    most = MOST_SEQUENCES if server.parallel == "auto" else server.parallel
+    together = f", up to {most} answers at once; the state above is of one, if the model has any" if most > 1 else ""
+    click.echo(f"served: {settings.alias} at {settings.host}, port {settings.port}{together}")
+    return 0

@@ -22,12 +22,12 @@ NAME = {"x86_64": "x64", "aarch64": "arm64"}.get(platform.machine(), "")
 CLAUDE = MODULES / f"@anthropic-ai/claude-code-linux-{NAME}/claude"
 CODEX = MODULES / f"@openai/codex-linux-{NAME}/vendor/{platform.machine()}-unknown-linux-musl/bin/codex"
 END = "The task is done."
+SHELL = ("cat notes.txt", "echo seven > out.txt", "cat out.txt")
 
 
 def bash(name: str, key: str, **more: Any) -> Callable[[Path], list[Any]]:
     """Three calls of a tool that runs commands: read a file, write another one, read that."""
-    commands = ("cat notes.txt", "echo seven > out.txt", "cat out.txt")
-    return lambda home: [[name, {key: command, **more}] for command in commands]
+    return lambda home: [[name, {key: command, **more}] for command in SHELL]
 
 
 AGENTS: dict[str, tuple[Path, Callable[[Path], list[Any]], list[str]]] = {
@@ -42,6 +42,11 @@ AGENTS: dict[str, tuple[Path, Callable[[Path], list[Any]], list[str]]] = {
         MODULES / ".bin/qwen",
         bash("run_shell_command", "command", is_background=False),
         ["--yolo", "-p", "Go on"],
+    ),
+    "cline": (
+        MODULES / ".bin/cline",
+        lambda home: [["run_commands", {"commands": [one]}] for one in SHELL],
+        ["Go on"],
     ),
 }
 

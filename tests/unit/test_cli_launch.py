@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -54,7 +55,10 @@ def url() -> Iterator[str]:
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Programs that write down how they were started, and end with 7."""
     for name in FILES.values():
-        (tmp_path / name).write_text('#!/bin/sh\n{ echo "$@"; env; } > "$0.said"\nexit 7\n')
+        (tmp_path / name).write_text(
+            '#!/bin/sh\n{ echo "$@"; env; for one in "$@" "$CRUSH_GLOBAL_DATA"; do [ -d "$one" ] && '
+            'find "$one" -type f -print -exec cat {} +; done; } > "$0.said"\nexit 7\n'
+        )
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     return tmp_path
@@ -84,6 +88,20 @@ def test_a_dry_run_starts_nothing(url: str, programs: Path) -> None:
     assert f"ANTHROPIC_BASE_URL={url}" in result.output
     assert "secret" not in result.output
     assert not (programs / "claude.said").exists()
+
+
+@pytest.mark.parametrize(("program", "file"), [("crush", "crush.json"), ("cline", "settings/providers.json")])
+def test_files_of_a_program_go_with_it(program: str, file: str, url: str, programs: Path) -> None:
+    """They have no key, which a process that is killed would leave behind."""
+    result = run("--url", url, "--api-key", "secret", program)
+    said = (programs / f"{program}.said").read_text()
+    (folder,) = re.findall(rf"^(\S+)/{file}$", said, re.MULTILINE)
+    written = said.partition(f"{folder}/{file}\n")[2]
+    assert f"FOLDER/{file}: {written}" in result.output
+    assert json.loads(written)
+    assert "65536" in written
+    assert "secret" not in written
+    assert not Path(folder).exists()
 
 
 def test_what_codex_is_told_is_toml(url: str) -> None:

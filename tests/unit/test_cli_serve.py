@@ -17,7 +17,7 @@ from click.testing import Result
 from support.fake_llama import Stage, staged
 
 from kvflash_ggml.batching.messages import Sampling
-from kvflash_ggml.cli import model
+from kvflash_ggml.cli import model, report
 from kvflash_ggml.cli.llama_flags import ANSWERED, SWITCHED, TAKEN
 from kvflash_ggml.cli.run import run
 from kvflash_ggml.cli.serve import serve as serving
@@ -126,6 +126,41 @@ def test_what_is_a_distribution_of_its_own_says_so(
     said = f"needs kvflash-{folder}, which is not installed: pip install ./{folder} in the checkout"
     assert (result.exit_code, said in " ".join(result.stderr.split())) == (1, True), result.stderr
     assert not serve.started
+
+
+@pytest.mark.parametrize(
+    ("options", "together"),
+    [
+        ((), ", up to 4 answers at once; the state above is of one, if the model has any"),
+        (("-np", "2"), ", up to 2 answers at once; the state above is of one, if the model has any"),
+        (("-np", "1"), ""),
+    ],
+)
+def test_a_dry_run_loads_nothing_and_takes_no_port(
+    options: tuple[str, ...], together: str, serve: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, KVFlashConfig]] = []
+    found: dict[str, Any] = {"fits": True, "table": "device  free", "options": ["-ngl", "0"]}
+
+    def predicted(path: str, settings: dict[str, Any]) -> dict[str, Any]:
+        asked.append((path, settings["kvflash"]))
+        return found
+
+    monkeypatch.setattr(report, "predicted", predicted)
+    monkeypatch.setattr(run_of, "listen", lambda _settings: pytest.fail("no port"))
+    result = serve("m.gguf", "--dry-run", "--embeddings", "--port", "81", "-a", "one,two", *options)
+    assert result.exit_code == 0, result.output
+    table = "device  free\nllama.cpp, with a full cache: llama-cli -m m.gguf -ngl 0\n"
+    assert result.stdout == f"{table}served: one at 127.0.0.1, port 81{together}\n"
+    parallel = int(options[1]) if options else "auto"
+    assert asked == [("m.gguf", KVFlashConfig(pool="auto", parallel=parallel, embedding=2048))]
+    found = {"fits": False, "device": "CPU", "why": "CPU has 1 MiB free"}
+    result = serve("m.gguf", "--dry-run")
+    assert (result.exit_code, result.stdout) == (3, "does not fit: CPU has 1 MiB free\n")
+    assert not serve.started
+    assert not serve.cli.made
+    refused = serve("--models-dir", Path(), "--dry-run")
+    assert (refused.exit_code, "give the model's file" in refused.stderr) == (2, True)
 
 
 def test_a_model_that_decodes_one_text_is_served_alone(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
