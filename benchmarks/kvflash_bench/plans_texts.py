@@ -11,8 +11,9 @@ from . import plot as plots
 from .forms import SETS
 from .options import Bytes, Factors, Fractions, Names, Number, Numbers, Shares
 from .plans import COUNT, DEPTHS, DOCUMENTS, FULL, POLICIES, PREVIEWS, OfText, file
+from .tasks_longbench import read
 from .tasks_ruler import TASKS as RULER
-from .verb import option
+from .verb import Plan, option
 
 ANSWERS = ("pool", "exact", "lossless")
 """Of `ruler`."""
@@ -66,12 +67,8 @@ class Recall(Asked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ruler(OfText):
-    """RULER's thirteen tasks, made of real text: the full cache, and pools. Every arm has the same questions.
-
-    A table has a column for each task, another one the averages by length beside published ones. What is finished can
-    be kept in a file, from which the same command goes on after Ctrl-C.
-    """
+class Graded(Plan):
+    """A plan of samples that every arm answers. contexts: tokens of a prompt with its answer."""
 
     contexts: tuple[int, ...] = option("4K", "Tokens of each prompt with its answer.", type=Numbers())
     residency: tuple[float, ...] | None = option(
@@ -88,22 +85,58 @@ class Ruler(OfText):
         "", "Also with each of these drafters: names as --kvflash-spec takes them.", type=Names()
     )
     full: bool = option(True, FULL)
+    out: Path | None = option(None, "Keep finished samples in this file, and go on from what it has.", type=file())
+
+    def check(self) -> None:
+        super().check()
+        if unknown := set(self.answers) - set(ANSWERS):
+            raise click.BadParameter(f"{min(unknown)!r} is none of {', '.join(ANSWERS)}", param_hint="--answers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ruler(Graded, OfText):
+    """RULER's thirteen tasks, made of real text: the full cache, and pools. Every arm has the same questions.
+
+    A table has a column for each task, another one the averages by length beside published ones. What is finished can
+    be kept in a file, from which the same command goes on after Ctrl-C.
+    """
+
     tasks: tuple[str, ...] = option(
         ",".join(RULER), "Of RULER. cwe and fwe need all of the text at once.", type=Names(), show_default=False
     )
     samples: int = option(8, "Of each task at each length.", type=COUNT)
     seed: int = option(0)
-    out: Path | None = option(None, "Keep finished samples in this file, and go on from what it has.", type=file())
     plot: Path | None = option(None, "Draw the averages by length (PNG).", type=file())
 
     def check(self) -> None:
         super().check()
         if unknown := set(self.tasks) - set(RULER):
             raise click.BadParameter(f"{min(unknown)!r} is none of {', '.join(RULER)}", param_hint="--tasks")
-        if unknown := set(self.answers) - set(ANSWERS):
-            raise click.BadParameter(f"{min(unknown)!r} is none of {', '.join(ANSWERS)}", param_hint="--answers")
         if self.plot is not None:
             plots.check()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongBench(Graded):
+    """LongBench, from its own files: the full cache, and pools. Every arm has the same questions.
+
+    Of a prompt that is longer than the context the middle is left out. What is finished can be kept in a file, from
+    which the same command goes on after Ctrl-C.
+    """
+
+    data: Path = option(
+        None,
+        "Folder with LongBench's files, such as hotpotqa.jsonl.",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        required=True,
+    )
+    contexts: tuple[int, ...] = option("8K", "Tokens of each prompt with its answer.", type=Numbers())
+    tasks: tuple[str, ...] = option("", "Names of files without .jsonl.  [default: all that are there]", type=Names())
+    samples: int | None = option(None, "Of each file, from its beginning.  [default: all]", type=COUNT)
+
+    def check(self) -> None:
+        super().check()
+        read(self.data, self.tasks, self.samples)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from itertools import cycle, islice
 from kvflash_ggml.errors import ConfigError
 
 from .forms import CHOOSE, CONFIRM
+from .graded import Sample
 from .tasks_whole import COLOURS, PEOPLE, TOWNS
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -66,23 +67,6 @@ CHAINS = (
     ),
 )
 """Of qa_2: who did it, what is true of that person, the question, and its possible answers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """A question about a text of its own. body: the message of the user. lead: how the answer begins.
-
-    answers: texts that the reply should hold. most: tokens of a reply. gold: sentences of the body that hold the
-    answers; none where the whole text does.
-    """
-
-    task: str
-    index: int
-    body: str
-    lead: str
-    answers: tuple[str, ...]
-    most: int
-    gold: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -166,3 +166,28 @@ def test_rulers_tasks_by_every_arm(models: dict[str, Path], loaded: None, tmp_pa
     before = kept.read_text()
     assert bench(*line)["samples"] == data["samples"]
     assert kept.read_text() == before, "what was finished is not asked again"
+
+
+def test_longbenchs_own_files(models: dict[str, Path], loaded: None, tmp_path: Path) -> None:
+    text = TEXT.read_text(encoding="utf-8")[:9000]
+    fact = "The access code for silver harbor is 4820917."
+    asked = {"input": "What is the access code for silver harbor?", "answers": ["4820917"], "all_classes": None}
+    lines = [asked | {"context": f"{text[:at]}\n{fact}\n{text[at:]}"} for at in (1000, 5000)]
+    (tmp_path / "hotpotqa.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    code = {"input": "", "context": "def f(x):\n    return x\n" * 400, "answers": ["def f(x):"], "all_classes": None}
+    (tmp_path / "lcc.jsonl").write_text(json.dumps(code) + "\n", encoding="utf-8")
+    line = [
+        "longbench", models["dense"], "--data", tmp_path, "--contexts", "3K", "--pools", "512", "--policies",
+        "qk:exact,lru", "--out", tmp_path / "samples", "-t", 1,
+    ]  # fmt: skip
+    result = CliRunner().invoke(main, [str(word) for word in line], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout.splitlines()[-1])
+    rows = {row["way"]: row for row in data["rows"]}
+    assert list(rows) == ["full cache", "512 qk:exact", "512 lru"]
+    assert all(set(row["tasks"]) == {"hotpotqa", "lcc"} for row in rows.values())
+    assert rows["512 qk:exact"]["tasks"]["hotpotqa"] >= rows["full cache"]["tasks"]["hotpotqa"] > 0
+    assert rows["512 lru"]["tasks"]["hotpotqa"] == 0
+    tokens = {(one["task"], one["index"]): one["tokens"] for one in data["samples"]}
+    assert tokens["hotpotqa", 0] <= 3072 - 32
+    assert 2900 < tokens["lcc", 0] <= 3072 - 64, "its middle is left out"

@@ -13,16 +13,16 @@ import pytest
 
 from kvflash_bench import plot
 from kvflash_bench.filler import read_text
+from kvflash_bench.graded import Kept, Record, Sample, by_task, summary, ways
 from kvflash_bench.outcomes import arms
 from kvflash_bench.plans_texts import Ruler
-from kvflash_bench.ruler_table import Kept, Record, by_length, by_task, summary, ways
+from kvflash_bench.ruler_table import by_length
 from kvflash_bench.tasks_ruler import (
     COMMON,
     FREQUENT,
     HOPS,
     NEEDLE,
     TASKS,
-    Sample,
     Source,
     make,
     match_all,
