@@ -42,7 +42,8 @@ class ContextFull(KVFlashError, ValueError):
 class Remedy:
     """One change that makes a placement fit, or helps. option: as the command line takes it. frees: bytes there.
 
-    cost: what is lost by it. enough: it fits then. changes: fields of placement.sizes.Request, with their new values.
+    cost: what is lost by it. enough: it fits then. changes: fields of PlacementRequest, with their new
+    values.
     """
 
     option: str

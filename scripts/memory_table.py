@@ -19,7 +19,7 @@ from kvflash_ggml.gguf import types  # noqa: E402
 from kvflash_ggml.llama.reading import SHARE  # noqa: E402
 from kvflash_ggml.native.sizes import LayerSizes, Needs  # noqa: E402
 from kvflash_ggml.placement.needs import Bill, Shape  # noqa: E402
-from kvflash_ggml.placement.sizes import Device, ModelSizes, Request  # noqa: E402
+from kvflash_ggml.placement.sizes import Device, ModelSizes, PlacementRequest  # noqa: E402
 from kvflash_ggml.policy.qk import QKScorer  # noqa: E402
 
 GIB = 1 << 30
@@ -127,7 +127,7 @@ def needs(model: Model, n_ctx: int, pool: int, *, exact: bool = False, kv: str =
     """
     found, scorer = sizes(model), QKScorer()
     rows = scorer.query_rows if pool < n_ctx else 0
-    request = Request(n_ctx=n_ctx, query_rows=rows, stage=n_ctx if exact else 0)
+    request = PlacementRequest(n_ctx=n_ctx, query_rows=rows, stage=n_ctx if exact else 0)
     device = Device(name="GPU", kind="gpu", free=0, total=0, overlaps=True)
     bill = Bill(found, request, Shape(pool=pool, n_ubatch=N_UBATCH, type_k=kv, type_v=kv), {})
     return bill.device(device, 0, len(found.layers) + 1, 0)

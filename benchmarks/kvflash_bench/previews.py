@@ -15,7 +15,7 @@ from kvflash_ggml.drafter import model as drafters
 from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.llama.llama import Llama
 from kvflash_ggml.llama.preview import FIRST, LAST, STRIDE, best, passages
-from kvflash_ggml.policy.drafter import Reader
+from kvflash_ggml.policy.drafter import TargetReader
 
 Pick = Callable[[Sequence[int]], Int64s]
 """From a prompt to the positions that are read, in order."""
@@ -38,7 +38,7 @@ def pick_of(llm: Llama, share: float | None, drafter: Path | None) -> Iterator[P
             yield lambda prompt: looked_at(reader, np.asarray(prompt, np.int32), int(share * len(prompt)))
 
 
-def looked_at(reader: Reader, ids: Int32s, most: int) -> Int64s:
+def looked_at(reader: TargetReader, ids: Int32s, most: int) -> Int64s:
     """The positions of the passages that the end of a prompt looks at in a small model, `most` of them at most.
 
     The small model reads what is new since the prompt before: of a document's first question all of it.

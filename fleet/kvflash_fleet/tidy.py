@@ -36,7 +36,7 @@ class State:
 
 
 @dataclass(slots=True)
-class Texts:
+class ModelTexts:
     """The objects of one model. blocks: by hash. left: objects that no state needs, or needs yet."""
 
     model: str
@@ -59,9 +59,9 @@ class Removable:
     why: str
 
 
-def survey(objects: Objects) -> list[Texts]:
+def survey(objects: Objects) -> list[ModelTexts]:
     """Read all heads of a store. Objects of other names are left out. OSError."""
-    found: dict[str, Texts] = {}
+    found: dict[str, ModelTexts] = {}
     heads: dict[tuple[str, str, str], list[Listed]] = {}
     listed = {one.name: one for one in objects.list("")}
     listed |= {one.name: one for one in objects.list("")}  # heads that were replaced during the first listing
@@ -69,7 +69,7 @@ def survey(objects: Objects) -> list[Texts]:
         place = _PLACE.fullmatch(one.name)
         if place is None:
             continue
-        texts = found.setdefault(place["model"], Texts(place["model"]))
+        texts = found.setdefault(place["model"], ModelTexts(place["model"]))
         name = parse_name(place["name"])
         if _BLOCK.fullmatch(place["name"]):
             texts.blocks[place["name"].removeprefix("blocks/")] = one
@@ -107,7 +107,7 @@ def _state(objects: Objects, one: Listed, model: str, begin: str, id: str) -> St
             one = max(heads, key=lambda other: other.name)
 
 
-def problems(objects: Objects, texts: Texts) -> Iterator[str]:
+def problems(objects: Objects, texts: ModelTexts) -> Iterator[str]:
     """Read every block of a model, and yield a sentence for each object that is damaged or missing. OSError."""
     yield from (state.why for state in texts.states if state.head is None)
     damaged = set[str]()
@@ -125,7 +125,7 @@ def problems(objects: Objects, texts: Texts) -> Iterator[str]:
 
 
 def removable(
-    texts: list[Texts], *, now: float, older_than: float | None = None, larger_than: int | None = None
+    texts: list[ModelTexts], *, now: float, older_than: float | None = None, larger_than: int | None = None
 ) -> list[Removable]:
     """Return the objects that may be deleted, in this order: states come before their blocks.
 
@@ -133,7 +133,7 @@ def removable(
     longest ago go first. Damaged heads go too, and objects that no state has needed for GRACE_S.
     """
     gone: list[Removable] = []
-    kept: list[tuple[Texts, State]] = []
+    kept: list[tuple[ModelTexts, State]] = []
     for one in texts:
         for state in one.states:
             age = now - state.object.modified

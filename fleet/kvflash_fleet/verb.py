@@ -25,7 +25,7 @@ def store() -> None:
     """Look at, check and tidy up the store that `serve --store` writes."""
 
 
-def _surveyed(url: str) -> tuple[Objects, list[tidy.Texts]]:
+def _surveyed(url: str) -> tuple[Objects, list[tidy.ModelTexts]]:
     objects = open_objects(url, write=False)
     try:
         return objects, tidy.survey(objects)
@@ -54,7 +54,7 @@ def ls(*, url: str, as_json: bool) -> None:
             row(facts["id"] or "?", said)
 
 
-def _facts(texts: tidy.Texts, state: tidy.State) -> dict[str, Any]:
+def _facts(texts: tidy.ModelTexts, state: tidy.State) -> dict[str, Any]:
     head = state.head
     return {
         "model": texts.model,

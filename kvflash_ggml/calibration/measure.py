@@ -24,7 +24,7 @@ CLEAR = 0.05
 """Share of a head's attention below which its best chunk counts as noise."""
 
 
-class Reader(Protocol):
+class DocumentReader(Protocol):
     """A model that reads a document and answers questions about it.
 
     n_ctx: tokens it can hold. opening: tokens that a text begins with. n_heads: columns of `masses` for one query row.
@@ -102,7 +102,7 @@ def documents(tokenize: Tokenize, n_ctx: int) -> list[Document]:
     return [compose(tokenize, n_tokens=n_tokens, seed=seed) for seed in range(DOCUMENTS)]
 
 
-def measure(reader: Reader, tokenize: Tokenize, *, progress: Progress) -> Measured:
+def measure(reader: DocumentReader, tokenize: Tokenize, *, progress: Progress) -> Measured:
     """Read the documents and ask about every fact, verbatim and reworded. progress: tokens done, and in all.
 
     ValueError if the context is too short, or the model's attention is not finite.

@@ -102,7 +102,7 @@ def _check_room(model: Any, settings: Any) -> None:
 
 
 class SidecarReader:
-    """A sidecar as measure.Reader. check: called with tokens done and in all, at every step."""
+    """A sidecar as measure.DocumentReader. check: called with tokens done and in all, at every step."""
 
     def __init__(self, side: Sidecar, *, opening: Sequence[int], check: Progress) -> None:
         self.n_ctx = side.n_ctx

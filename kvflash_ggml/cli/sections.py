@@ -147,7 +147,7 @@ class Written(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # older
             self.fail(str(error), param, ctx)
 
 
-class ModelFile(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+class ModelPath(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     """The path of a model as it is typed; the model is looked for when it is opened. Shells complete files."""
 
     name = "path"
@@ -158,7 +158,7 @@ class ModelFile(click.ParamType):  # type: ignore[type-arg,unused-ignore]
         return [CompletionItem(incomplete, type="file")]
 
 
-MODEL_FILE = ModelFile()
+MODEL_FILE = ModelPath()
 
 
 class Place(click.Path):  # type: ignore[type-arg,unused-ignore]

@@ -13,7 +13,7 @@ from .llama_flags import llama_flags
 from .model import log_to_stderr, plain_errors
 from .options import LogOptions, OpeningOptions, log_options, opening_options
 from .sections import HELP, MODEL_FILE, SectionCommand, collected
-from .serving import Job, ServerOptions, dry_run, serve_model
+from .serving import ServerOptions, Serving, dry_run, serve_model
 from .terminal import note
 
 _EPILOG = """\b
@@ -98,7 +98,7 @@ def serve(
     log_to_stderr(log)
     if settings.isolate_keys and pool.cache is not None and not log.quiet:
         note("--kvflash-cache does nothing with --isolate-keys: the prefix cache is not separated by key")
-    job = Job(settings=settings, opening=opening, server=server, log=log, template=server.template())
+    job = Serving(settings=settings, opening=opening, server=server, log=log, template=server.template())
     with plain_errors(verbose=log.verbose):
         if server.dry_run:
             ctx.exit(dry_run(job, located(model, quiet=log.quiet)))

@@ -168,7 +168,7 @@ def _text(file: Path) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Serving:
     """What a command line asks of a server, but for the model. template: None for the model's own."""
 
     settings: ServerSettings
@@ -183,7 +183,7 @@ Ready = Callable[[Any, str], None]
 
 
 def serve_model(
-    job: Job, path: str, sock: socket.socket, *, ready: Ready | None = None, until: BinaryIO | None = None
+    job: Serving, path: str, sock: socket.socket, *, ready: Ready | None = None, until: BinaryIO | None = None
 ) -> None:
     """Load a model and serve it at `sock` until a signal, or the end of `until`. The default of `ready` is a note.
 
@@ -225,7 +225,7 @@ def serve_model(
 
 
 @contextmanager
-def _open(job: Job, path: str) -> Iterator[Any]:
+def _open(job: Serving, path: str) -> Iterator[Any]:
     """Open the model. One that cannot decode several answers together is opened for one at a time, with a note."""
     server, served = job.server, job.server.pool()
     with ExitStack() as stack:
@@ -240,7 +240,7 @@ def _open(job: Job, path: str) -> Iterator[Any]:
         yield llm
 
 
-def dry_run(job: Job, path: str) -> int:
+def dry_run(job: Serving, path: str) -> int:
     """Print where a model would go, and where it would be served. Return the exit code: 0, or DOES_NOT_FIT.
 
     Raises as `serve_model`.

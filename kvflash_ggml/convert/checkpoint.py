@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ConversionError
 from ..gguf import drafter
-from ..gguf.drafter import Drafter
+from ..gguf.drafter import DrafterFile
 from .safetensors import Source, read_json
 
 CONFIG = "config.json"
@@ -41,7 +41,7 @@ UPSTREAM = "Give --target-model-dir, the target's Hugging Face folder, and llama
 _DAMAGED = "It is part of the training and cannot be guessed: fetch the whole checkpoint, config.json included."
 
 
-def read(folder: Path) -> Drafter:
+def read(folder: Path) -> DrafterFile:
     """Read the drafter that a folder's configuration describes. ConversionError if a value is missing or unknown."""
     path = folder / CONFIG
     if not path.is_file():
@@ -51,7 +51,7 @@ def read(folder: Path) -> Drafter:
     layers, head_dim = config.whole("num_hidden_layers"), config.whole("head_dim")
     theta, rotary = config.rope(head_dim)
     window, sliding = config.window(layers)
-    found = Drafter(
+    found = DrafterFile(
         where=folder.resolve().name,
         hidden=config.whole("hidden_size"),
         layers=layers,

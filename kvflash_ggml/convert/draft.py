@@ -11,9 +11,9 @@ import numpy as np
 from ..errors import ConversionError
 from ..files import replacing
 from ..gguf import drafter, reader, target, types
-from ..gguf.drafter import ARCHITECTURE, BLOCK_SIZE, MASK, TARGET_LAYERS, Drafter
+from ..gguf.drafter import ARCHITECTURE, BLOCK_SIZE, MASK, TARGET_LAYERS, DrafterFile
 from ..gguf.reader import Field
-from ..gguf.target import Target
+from ..gguf.target import TargetFile
 from ..gguf.types import Bytes, TensorType
 from ..logs import Progress
 from . import checkpoint, safetensors, writer
@@ -41,7 +41,7 @@ def convert(
     own_head: bool | None = None,
     rope_differs: bool = False,
     progress: Progress = lambda done, total: None,
-) -> Drafter:
+) -> DrafterFile:
     """Write the drafter in `folder` for the target `model` to `out`, as a whole or not at all.
 
     kind: one of TYPES, for matrices; norms are F32. own_head: True keeps embeddings and head of the checkpoint, False
@@ -66,7 +66,7 @@ def convert(
     return it
 
 
-def fields(it: Drafter, aim: Target, *, kind: str) -> list[Field]:
+def fields(it: DrafterFile, aim: TargetFile, *, kind: str) -> list[Field]:
     """Return the fields of a drafter's file. The tokenizer is the target's, byte for byte."""
     own: dict[str, bool | int | float | list[int] | list[bool]] = {
         "context_length": it.context or aim.context,  # llama.cpp loads no file without one
@@ -103,7 +103,7 @@ def fields(it: Drafter, aim: Target, *, kind: str) -> list[Field]:
     return [*found, *target.keys_of(aim)]
 
 
-def _chosen(it: Drafter, sources: dict[str, Source], *, own_head: bool | None) -> dict[str, Source]:
+def _chosen(it: DrafterFile, sources: dict[str, Source], *, own_head: bool | None) -> dict[str, Source]:
     """Return the tensors to write, in llama.cpp's order."""
     head = drafter.own_head(it)
     if own_head is None and (there := sorted(head.keys() & sources.keys())):

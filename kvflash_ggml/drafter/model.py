@@ -20,7 +20,7 @@ from ..errors import ConfigError, DecodeError, SnapshotError, UnsupportedModelEr
 from ..gguf import purpose, reader
 from ..native import measure
 from ..policy.crosstok import TextReader, token_scores
-from ..policy.drafter import NAME, QUERY_ROWS, DrafterScorer, Reader, TokenReader
+from ..policy.drafter import NAME, QUERY_ROWS, DrafterScorer, TargetReader, TokenReader
 from ..policy.heads import boost_successors, every_head, softmax_max
 from ..sequence import restore
 from ..sequence.sidecar import Sidecar
@@ -120,7 +120,7 @@ def make_scorer(llm: Any, path: Path, *, idle: int) -> DrafterScorer:
     return DrafterScorer(read, source=str(path), idle=idle)
 
 
-def load(path: Path, *, beside: Any, n_ctx: int, offload: bool, repack: bool, settings: Any) -> Reader:
+def load(path: Path, *, beside: Any, n_ctx: int, offload: bool, repack: bool, settings: Any) -> TargetReader:
     """Load a drafter for the text of a target.
 
     beside: the target's llama_cpp LlamaModel, which must outlive the reader. n_ctx: the target's context. offload: use
@@ -141,7 +141,7 @@ def load(path: Path, *, beside: Any, n_ctx: int, offload: bool, repack: bool, se
 
 
 class SmallModel:
-    """A model with a pool that holds its whole context (policy.drafter.Drafter).
+    """A model with a pool that holds its whole context (policy.drafter.ReadingModel).
 
     Sealed chunks are copied to the host, where their keys can be scored beside the device's compute.
     """

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import ConversionError
-from .target import LAST_INPUT, LAYER_INPUTS, Target
+from .target import LAST_INPUT, LAYER_INPUTS, TargetFile
 
 ARCHITECTURE = "dflash"
 TARGET_LAYERS = f"{ARCHITECTURE}.target_layers"
@@ -24,7 +24,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drafter:
+class DrafterFile:
     """A plain DFlash drafter. Widths count values.
 
     where: the name in errors. theta: RoPE's base. rotary: dimensions that RoPE turns. block: tokens of a draft. mask:
@@ -59,7 +59,7 @@ class Drafter:
 # --- by itself
 
 
-def check(it: Drafter) -> None:
+def check(it: DrafterFile) -> None:
     """Raise ConversionError for the first number that is out of bounds."""
     damaged = "The checkpoint is damaged or of another kind; fetch it again."
     limits = {
@@ -109,7 +109,7 @@ def check_target_layers(where: str, layers: Sequence[int]) -> None:
 # --- beside its target
 
 
-def check_pair(it: Drafter, target: Target, *, rope_differs: bool = False) -> None:
+def check_pair(it: DrafterFile, target: TargetFile, *, rope_differs: bool = False) -> None:
     """Raise ConversionError if the drafter does not fit the target. rope_differs: accept another RoPE base."""
     check_inputs(it.where, it.target_layers, target)
     other = f"Give the target that it was trained for; {target.where} is not it."
@@ -127,7 +127,7 @@ def check_pair(it: Drafter, target: Target, *, rope_differs: bool = False) -> No
         )  # fmt: skip
 
 
-def check_inputs(where: str, layers: Sequence[int], target: Target, *, output: bool = False) -> None:
+def check_inputs(where: str, layers: Sequence[int], target: TargetFile, *, output: bool = False) -> None:
     """Raise ConversionError if llama.cpp cannot give a drafter the inputs of these layers of the target.
 
     output: the drafter gets the last layer's output in another way, so it counts as an input.
@@ -150,7 +150,7 @@ def check_inputs(where: str, layers: Sequence[int], target: Target, *, output: b
 # --- its tensors
 
 
-def shapes(it: Drafter) -> dict[str, tuple[int, ...]]:
+def shapes(it: DrafterFile) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a plain DFlash drafter's tensors, without embeddings and head."""
     q, kv = it.heads * it.head_dim, it.heads_kv * it.head_dim
     found: dict[str, tuple[int, ...]] = {
@@ -169,7 +169,7 @@ def shapes(it: Drafter) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def own_head(it: Drafter) -> dict[str, tuple[int, ...]]:
+def own_head(it: DrafterFile) -> dict[str, tuple[int, ...]]:
     """Return the shapes of embeddings and head, which a drafter may have instead of its target's."""
     return {"token_embd.weight": (it.hidden, it.vocab), "output.weight": (it.hidden, it.vocab)}
 

@@ -53,7 +53,7 @@ _OTHER = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class TargetFile:
     """The model that verifies drafts.
 
     where: the name in errors. layers: without MTP heads. context: trained length in tokens. mask: the mask token, None
@@ -75,7 +75,7 @@ class Target:
     embedding: str | None
 
 
-def describe(file: GGUF) -> Target:
+def describe(file: GGUF) -> TargetFile:
     """Describe a target. ConversionError if a field is missing or out of bounds."""
     layers, further = _whole(file, "block_count"), f"{file.architecture}.nextn_predict_layers"
     if file.get(further, 0) != 0:
@@ -87,7 +87,7 @@ def describe(file: GGUF) -> Target:
     if not isinstance(theta, float):
         raise _refusal(file, "rope.freq_base", theta, "a number")
     mask = file.get("tokenizer.ggml.mask_token_id")
-    return Target(
+    return TargetFile(
         where=file.name,
         architecture=file.architecture,
         layers=layers,
@@ -109,13 +109,13 @@ def vocabulary(file: GGUF) -> str:
     return hashlib.sha256(b"" if field is None else field.raw).hexdigest()[:16]
 
 
-def keys_of(aim: Target) -> list[Field]:
+def keys_of(aim: TargetFile) -> list[Field]:
     """Return the keys for a drafter of this target. The vocabulary needs no key: the drafter's file has it."""
     found = [Field.of(TRAINED_FOR, aim.architecture)]
     return found if aim.embedding is None else [*found, Field.of(SIGNATURE, aim.embedding)]
 
 
-def check_keys(file: GGUF, aim: Target) -> bool:
+def check_keys(file: GGUF, aim: TargetFile) -> bool:
     """Compare a drafter's keys with a target. Return False if one of the two has no signature.
 
     Raises ConversionError if the drafter was trained for another model, or a key is damaged.

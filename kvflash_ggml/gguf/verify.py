@@ -10,9 +10,9 @@ import numpy as np
 from ..errors import ConversionError
 from ..logs import Progress
 from . import drafter, heads, purpose, reader, target, types
-from .drafter import ARCHITECTURE, MASK, Drafter
+from .drafter import ARCHITECTURE, MASK, DrafterFile
 from .reader import GGUF
-from .target import Target
+from .target import TargetFile
 
 EAGLE3 = "eagle3"
 
@@ -68,7 +68,7 @@ def check(file: GGUF, model: GGUF | None, *, rope_differs: bool = False) -> str:
     return words if aim is None else f"{words}; {_fits(file, aim)}"
 
 
-def _fits(file: GGUF, aim: Target) -> str:
+def _fits(file: GGUF, aim: TargetFile) -> str:
     """Return a note on whether the drafter was trained for this target. ConversionError if it was not."""
     if target.check_keys(file, aim):
         return f"it fits {aim.where}, the model that it was trained for, or a fine-tuned one of the same embedding"
@@ -78,12 +78,12 @@ def _fits(file: GGUF, aim: Target) -> str:
     )
 
 
-def describe(file: GGUF) -> Drafter:
+def describe(file: GGUF) -> DrafterFile:
     """Describe a DFlash file. ConversionError if a key is missing or a number is out of bounds."""
     layers = _whole(file, "block_count")
     pattern = file.own("attention.sliding_window_pattern", [])
     head_dim = _whole(file, "attention.key_length")
-    found = Drafter(
+    found = DrafterFile(
         where=file.name,
         hidden=_whole(file, "embedding_length"),
         layers=layers,
@@ -143,7 +143,7 @@ def check_values(file: GGUF, progress: Progress) -> None:
             progress(done, total)
 
 
-def _verify_dflash(file: GGUF, aim: Target | None, *, rope_differs: bool) -> str:
+def _verify_dflash(file: GGUF, aim: TargetFile | None, *, rope_differs: bool) -> str:
     if file.own("hyper_connection.count"):
         raise ConversionError(
             file.name, "hyper_connection.count", found="there", wanted="none",
@@ -162,7 +162,7 @@ def _verify_dflash(file: GGUF, aim: Target | None, *, rope_differs: bool) -> str
     return f"a DFlash drafter of {it.layers} layers, blocks of {it.block}, that reads the inputs of layers {layers}"
 
 
-def _extras(file: GGUF, it: Drafter) -> dict[str, tuple[int, ...]]:
+def _extras(file: GGUF, it: DrafterFile) -> dict[str, tuple[int, ...]]:
     """Return the shapes that llama.cpp also accepts: heads, sinks, and tensors of DFlash2 and DSpark."""
     rank, kernel = _length(file, "markov_w1.weight"), _optional(file, "conv_kernel_size") or 0
     group, selector = _optional(file, "conv_group_size") or 1, _optional(file, "selector_rank") or 0
@@ -192,7 +192,7 @@ def _extras(file: GGUF, it: Drafter) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _verify_eagle3(file: GGUF, aim: Target | None) -> str:
+def _verify_eagle3(file: GGUF, aim: TargetFile | None) -> str:
     layers = target_layers(file)
     if len(layers) != 3:
         raise ConversionError(file.name, "target layers", found=list(layers), wanted="three", remedy=_AGAIN)

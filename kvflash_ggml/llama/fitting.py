@@ -20,7 +20,7 @@ from ..native import remote as servers
 from ..placement import memory
 from ..placement.devices import LAYER, NONE, holders, slices
 from ..placement.predict import ALL_LAYERS, imagine, predict
-from ..placement.sizes import Device, ModelSizes, Placement, Request
+from ..placement.sizes import Device, ModelSizes, Placement, PlacementRequest
 from ..placement.sizing import PoolSize
 from ..placement.table import summary
 from ..policy.base import Exact
@@ -235,10 +235,10 @@ def predicted(
     flash = bool(settings.get("flash_attn", False))
     types = [_type(settings.get(name), left_open=open_ and flash) for name in ("type_k", "type_v")]
 
-    def request(sizes: ModelSizes, devices: tuple[Device, ...]) -> Request:
+    def request(sizes: ModelSizes, devices: tuple[Device, ...]) -> PlacementRequest:
         shares = _shares(settings.get("tensor_split")) or (None if open_ else by_memory(sizes, devices, layers or 0))
         tokens, heads = n_ctx or sizes.n_ctx_train, sum(layer.heads for layer in sizes.layers)
-        return Request(
+        return PlacementRequest(
             n_ctx=tokens,
             pool=_slots(asked.config, sizes, types),
             minimum_pool=POOL_STEP if asked.config is None else asked.config.minimum_pool,

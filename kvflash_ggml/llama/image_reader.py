@@ -13,7 +13,7 @@ from typing import Any
 
 from ..arrays import Floats
 from ..errors import ConfigError, HostMemoryError
-from ..media.files import Limits
+from ..media.files import MediaLimits
 from ..media.rows import LIMIT, Medium
 from . import vision
 
@@ -105,7 +105,7 @@ class ImageReader:
         self._known: OrderedDict[str, _Told] = OrderedDict()
         self._lock = threading.RLock()  # the garbage collector may let one go that reads another
 
-    def read(self, data: bytes, limits: Limits, salt: str = "") -> Image:
+    def read(self, data: bytes, limits: MediaLimits, salt: str = "") -> Image:
         """The image or the sound in a file, from any thread. salt: what is kept of it is for requests of the same salt.
 
         ConfigError for a file that is none or is too large, however hostile it is, for one that the projector does not
@@ -146,7 +146,7 @@ class ImageReader:
             self._held -= size
             self._lent -= lent
 
-    def split(self, data: bytes, limits: Limits, name: str) -> tuple[_Told, list[_Part]]:
+    def split(self, data: bytes, limits: MediaLimits, name: str) -> tuple[_Told, list[_Part]]:
         """What stands for an image or a sound of this name, and its parts to encode. Raises as `read`."""
         encoder = self.encoder
         mtmd, context = encoder.mtmd, encoder.context

@@ -27,7 +27,7 @@ from ..media.rows import MOST, MediaRows, Medium, numbers_of
 from ..placement import memory
 
 if TYPE_CHECKING:
-    from ..media.files import Limits
+    from ..media.files import MediaLimits
 
 HANDLERS = (Llava15ChatHandler, MTMDChatHandler)
 """Upstream's classes that evaluate images by `libmtmd`; the others are made of them."""
@@ -183,7 +183,7 @@ class Encoder:
         self._width = pool.engine.info.n_embd
         self._alibi, self._step = pool.engine.info.alibi, min(pool.n_ubatch, sequence.n_batch)
 
-    def bitmap(self, data: bytes, limits: Limits | None = None, name: str | None = None) -> Any:
+    def bitmap(self, data: bytes, limits: MediaLimits | None = None, name: str | None = None) -> Any:
         """A file as a bitmap of libmtmd, to be freed. name: of its chunks, see `name_of`; None: by its bytes alone.
 
         ConfigError for a file that cannot be read or is too large, however hostile it is, and for one of a kind that

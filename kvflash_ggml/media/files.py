@@ -32,7 +32,7 @@ _KEPT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MediaLimits:
     """Of one file. pixels: of an image; a photo of a telephone has 12 million. seconds: of sound."""
 
     pixels: int = 32 << 20
@@ -64,14 +64,14 @@ def is_sound(data: bytes) -> bool:
     return wav or mp3 or data[:3] == b"ID3" or data[:4] == b"fLaC"
 
 
-def decode(data: bytes, libmtmd: Path | str, *, limits: Limits | None = None, rate: int = 0) -> Pixels | Sound:
+def decode(data: bytes, libmtmd: Path | str, *, limits: MediaLimits | None = None, rate: int = 0) -> Pixels | Sound:
     """Decode a file as llama.cpp does: PNG, JPEG, GIF, BMP and a few more; WAV, MP3 and FLAC.
 
     Another process decodes, with bounds on its time and memory, so that a hostile file ends that one at worst.
-    libmtmd: the library with the decoder, KVFlashError if it cannot be loaded. limits: `Limits()` unless given. rate:
-    samples of sound in a second, above 0 where `is_sound`. ConfigError for what is damaged, and what is too large.
+    libmtmd: the library with the decoder, KVFlashError if it cannot be loaded. limits: `MediaLimits()` unless given.
+    rate: samples of sound in a second, above 0 where `is_sound`. ConfigError for what is damaged or too large.
     """
-    limits = limits or Limits()
+    limits = limits or MediaLimits()
     if is_sound(data):
         return _sound(data, libmtmd, limits.seconds, rate)
     return _pixels(data, libmtmd, limits.pixels)

@@ -15,7 +15,7 @@ from ..native.sizes import Measure, Needs
 from . import memory
 from .devices import bounds_of
 from .needs import Bill, Shape
-from .sizes import HOST, Device, ModelSizes, Request
+from .sizes import HOST, Device, ModelSizes, PlacementRequest
 
 
 class Compute:
@@ -116,7 +116,9 @@ class _Ranges:
 class Layouts:
     """Finds layouts of a model on devices, the host last."""
 
-    def __init__(self, sizes: ModelSizes, devices: tuple[Device, ...], request: Request, compute: Compute) -> None:
+    def __init__(
+        self, sizes: ModelSizes, devices: tuple[Device, ...], request: PlacementRequest, compute: Compute
+    ) -> None:
         if not devices or devices[-1].kind != "host":
             raise ValueError("the host is the last of the devices")
         self.sizes = sizes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..constants import CHUNK, POOL_STEP, round_up
 from ..native.sizes import LayerSizes, Needs
 from . import memory
-from .sizes import Device, ModelSizes, Request
+from .sizes import Device, ModelSizes, PlacementRequest
 
 MASK = 2
 """Bytes of one mask value: of a token of the text, and a row of a step."""
@@ -56,13 +56,13 @@ class Part:
     group: tuple[int, int] = (0, 0)
 
 
-def parts(sizes: ModelSizes, request: Request, shape: Shape) -> tuple[Part, ...]:
+def parts(sizes: ModelSizes, request: PlacementRequest, shape: Shape) -> tuple[Part, ...]:
     """Return the bytes of every layer, and then of the output."""
     full = round_up(request.n_ctx, POOL_STEP)
     return (*(_part(layer, request, shape, full) for layer in sizes.layers), Part(dense=sizes.output))
 
 
-def _part(layer: LayerSizes, request: Request, shape: Shape, full: int) -> Part:
+def _part(layer: LayerSizes, request: PlacementRequest, shape: Shape, full: int) -> Part:
     slot = layer.slot(shape.type_k, shape.type_v)
     pooled = not layer.window
     cells = round_up(min(full, layer.window + shape.n_ubatch), POOL_STEP)
@@ -91,7 +91,7 @@ def buffer_row(shapes: Collection[tuple[int, int]], n_ubatch: int, *, overlaps: 
 class Bill:
     """Adds up what devices need for one shape. compute: bytes of compute buffers by device."""
 
-    def __init__(self, sizes: ModelSizes, request: Request, shape: Shape, compute: Mapping[str, int]) -> None:
+    def __init__(self, sizes: ModelSizes, request: PlacementRequest, shape: Shape, compute: Mapping[str, int]) -> None:
         self.parts = parts(sizes, request, shape)
         self._sizes = sizes
         self._request = request

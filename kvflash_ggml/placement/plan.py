@@ -16,8 +16,8 @@ from ..native.sizes import Measure, Needs
 from . import memory
 from .devices import experts as experts_on
 from .layout import Compute, Layout
-from .search import SMALL, UBATCHES, Found, Search, pool_range
-from .sizes import Device, ModelSizes, Placement, Request
+from .search import SMALL, UBATCHES, Search, SearchResult, pool_range
+from .sizes import Device, ModelSizes, Placement, PlacementRequest
 
 # --- what would make a placement fit; each is tried before it is named
 
@@ -125,7 +125,7 @@ def _layers(search: Search) -> Iterator[Change]:
         yield f"-ngl {n}", {"n_gpu_layers": n}, "every token computes the other layers on the host"
 
 
-def _offloaded(search: Search, found: Found) -> int:
+def _offloaded(search: Search, found: SearchResult) -> int:
     return search.layouts.n_layers + 1 - found.layout.bounds[0]
 
 
@@ -160,7 +160,7 @@ ROUNDS = 3
 """Most placements that are measured."""
 
 
-def plan(sizes: ModelSizes, devices: tuple[Device, ...], request: Request, compute: Compute) -> Placement:
+def plan(sizes: ModelSizes, devices: tuple[Device, ...], request: PlacementRequest, compute: Compute) -> Placement:
     """Return the best placement. devices: the host last. DoesNotFit if the request has none."""
     search = Search(sizes, devices, request, compute)
     found = search.run()
@@ -172,7 +172,7 @@ def plan(sizes: ModelSizes, devices: tuple[Device, ...], request: Request, compu
     return _placement(search, found, redundant=redundant)
 
 
-def _placement(search: Search, found: Found, *, redundant: bool) -> Placement:
+def _placement(search: Search, found: SearchResult, *, redundant: bool) -> Placement:
     request, layouts, layout = search.request, search.layouts, found.layout
     shape, host = layout.shape, layout.needs[-1]
     split = request.tensor_split
@@ -204,7 +204,7 @@ def _placement(search: Search, found: Found, *, redundant: bool) -> Placement:
     )
 
 
-def _maps(search: Search, found: Found) -> bool:
+def _maps(search: Search, found: SearchResult) -> bool:
     """Report whether weights stay in the file's pages.
 
     Weights that a device reads from the host are copied faster from memory of their own. The file's pages are better
@@ -223,7 +223,7 @@ def _maps(search: Search, found: Found) -> bool:
     return host.left + host.staging < images
 
 
-def _why(search: Search, found: Found) -> str:
+def _why(search: Search, found: SearchResult) -> str:
     """Return one line for a banner."""
     layers, experts = found.layout.on_host
     shape, n = found.layout.shape, search.layouts.n_layers
@@ -242,7 +242,7 @@ def _why(search: Search, found: Found) -> str:
     return f"{where}; {pool} of {shape.type_k}, steps of {shape.n_ubatch:,}"
 
 
-def _is_redundant(search: Search, found: Found) -> bool:
+def _is_redundant(search: Search, found: SearchResult) -> bool:
     """Report whether a full cache would fit too, with everything on the devices and every margin kept.
 
     A pool that keeps experts on the device is never redundant: this asks only once all experts are there.
@@ -260,7 +260,7 @@ def _is_redundant(search: Search, found: Found) -> bool:
 def fit(
     sizes: ModelSizes,
     devices: tuple[Device, ...],
-    request: Request,
+    request: PlacementRequest,
     measures: Sequence[Measure],
     measure: Callable[[Placement], Measure],
 ) -> Placement:

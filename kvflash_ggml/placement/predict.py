@@ -22,7 +22,7 @@ from . import memory
 from .layout import Compute
 from .plan import fit, plan
 from .search import pool_range
-from .sizes import Device, ModelSizes, Placement, Request
+from .sizes import Device, ModelSizes, Placement, PlacementRequest
 from .sizing import copied
 
 ALL_LAYERS = 0x7FFFFFFF
@@ -39,7 +39,7 @@ def predict(
     path: str | os.PathLike[str],
     model_params: Any,
     context_params: Any,
-    make_request: Callable[[ModelSizes, tuple[Device, ...]], Request],
+    make_request: Callable[[ModelSizes, tuple[Device, ...]], PlacementRequest],
     *,
     device: Sequence[str] | None = None,
     overrides: Overrides = (),
@@ -76,7 +76,7 @@ def imagine(
     path: str | os.PathLike[str],
     model_params: Any,
     context_params: Any,
-    make_request: Callable[[ModelSizes, tuple[Device, ...]], Request],
+    make_request: Callable[[ModelSizes, tuple[Device, ...]], PlacementRequest],
     machine: tuple[Device, ...],
     *,
     overrides: Overrides = (),
@@ -143,14 +143,14 @@ def _check_names(fit: Fit, devices: Sequence[Device]) -> None:
             raise ConfigError(f"fit: {name!r} is no device of this model: it has {', '.join(names)}")
 
 
-def _shapes(request: Request) -> list[tuple[int, int]]:
+def _shapes(request: PlacementRequest) -> list[tuple[int, int]]:
     """Return steps and pools that say how compute buffers grow."""
     least, most = pool_range(request)
     ubatches = (request.n_ubatch,) if request.n_ubatch is not None else (512, 2048)
     return [(n_ubatch, pool) for n_ubatch in ubatches for pool in sorted({least, most})]
 
 
-def _measure(model: int, params: Any, request: Request, n_ubatch: int, pool: int) -> Measure:
+def _measure(model: int, params: Any, request: PlacementRequest, n_ubatch: int, pool: int) -> Measure:
     """Measure with a pool of so many slots. A full cache counts as a pool of as many."""
     whole = pool >= round_up(request.n_ctx, POOL_STEP)
     changed = copied(params, n_ubatch=n_ubatch, n_batch=max(n_ubatch, params.n_batch))

@@ -13,7 +13,7 @@ from typing import Literal
 from ..constants import POOL_STEP, SPEED_CAP, round_up
 from .layout import Compute, Experts, Layout, Layouts
 from .needs import Part, Shape, parts
-from .sizes import Device, ModelSizes, Request
+from .sizes import Device, ModelSizes, PlacementRequest
 
 POOL_FLOOR = 4096
 """Slots that are reserved before any expert is placed."""
@@ -30,7 +30,7 @@ Level = Literal[1, 2, 3, 4]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SearchResult:
     level: Level
     layout: Layout
 
@@ -38,7 +38,9 @@ class Found:
 class Search:
     """One search. It never changes what the request gives."""
 
-    def __init__(self, sizes: ModelSizes, devices: tuple[Device, ...], request: Request, compute: Compute) -> None:
+    def __init__(
+        self, sizes: ModelSizes, devices: tuple[Device, ...], request: PlacementRequest, compute: Compute
+    ) -> None:
         self.layouts = Layouts(sizes, devices, request, compute)
         self.sizes = sizes
         self.request = request
@@ -46,7 +48,7 @@ class Search:
         self.types = _types(sizes, request)
         self.ubatches = _ubatches(request, self.floor)
 
-    def run(self) -> Found | None:
+    def run(self) -> SearchResult | None:
         """Return the best layout of the first level that is feasible with the fewest slots. None if no level is."""
         for level in self.levels():
             for n_ubatch in self._first_steps(level):
@@ -54,7 +56,7 @@ class Search:
                 found = [place for place in places if place is not None]
                 if found:
                     least = min(found, key=lambda layout: layout.on_host)  # of equals the first, which is plain
-                    return Found(level=level, layout=self._grow(level, least))
+                    return SearchResult(level=level, layout=self._grow(level, least))
         return None
 
     def nearest(self) -> Layout:
@@ -166,7 +168,7 @@ def _experts(level: Level) -> Experts:
     return "device" if level == 1 else "fill" if level == 2 else "host"
 
 
-def pool_range(request: Request) -> tuple[int, int]:
+def pool_range(request: PlacementRequest) -> tuple[int, int]:
     """Return the fewest slots, which are reserved first, and the most."""
     full = round_up(request.n_ctx, POOL_STEP)
     minimum = round_up(request.minimum_pool, POOL_STEP)
@@ -179,13 +181,13 @@ def pool_range(request: Request) -> tuple[int, int]:
     return requested, requested
 
 
-def _types(sizes: ModelSizes, request: Request) -> tuple[tuple[str, str], ...]:
+def _types(sizes: ModelSizes, request: PlacementRequest) -> tuple[tuple[str, str], ...]:
     if request.type_k is None and request.type_v is None:
         return (PLAIN, SMALL) if sizes.quantizable else (PLAIN,)
     return ((request.type_k or PLAIN[0], request.type_v or PLAIN[1]),)
 
 
-def _ubatches(request: Request, floor: int) -> tuple[int, ...]:
+def _ubatches(request: PlacementRequest, floor: int) -> tuple[int, ...]:
     """Return step sizes, the largest first. A step must have room in half of the pool."""
     if request.n_ubatch is not None:
         return (request.n_ubatch,)

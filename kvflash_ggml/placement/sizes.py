@@ -47,7 +47,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PlacementRequest:
     """What is asked of a placement. None (or "auto") is left to the planner; what is given is never changed.
 
     n_ctx: tokens. pool: slots, or None for a full cache. minimum_pool: slots that the protections need. type_k, type_v:

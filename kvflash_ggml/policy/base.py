@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Floats
-from ..state.session import DrafterState, Layout, Row
+from ..state.session import DrafterState, Row, RowForm
 
 LRU = "lru"
 """The policy without a scorer: the chunks that were written or recalled last stay. The baseline."""
@@ -145,7 +145,7 @@ class Resumable(Protocol):
     """A scorer whose statistics are saved with the text. Other scorers read all keys again after a restore."""
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RowForm:
         """Layout of the rows it keeps at present."""
         ...
 
@@ -211,7 +211,7 @@ class Lasting(Protocol):
 
 
 @runtime_checkable
-class Reading(Protocol):
+class ReadsAlong(Protocol):
     """A scorer with a model of its own that reads along, and continues where it was after a restore."""
 
     def reader_state(self) -> DrafterState | None:

@@ -16,7 +16,7 @@ from ..arrays import Floats, Int32s, Int64s, common_prefix
 from ..constants import CHUNK
 from ..state.session import DrafterState, TokenAlignment
 from .base import Keys, ScoreRequest
-from .drafter import MIN_TOKENS, Drafter, Window
+from .drafter import MIN_TOKENS, ReadingModel, Window
 from .heads import split
 
 logger = logging.getLogger("kvflash_ggml")
@@ -35,7 +35,7 @@ class TextReader:
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: ReadingModel,
         *,
         decode: Callable[[int], bytes],
         encode: Callable[[bytes], Sequence[int]],

@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays import Floats, Int32s, common_prefix
 from ..constants import CHUNK, round_up
 from ..errors import ConfigError, KVFlashError, SnapshotError
-from ..state.session import DrafterState, Layout, SessionState, TokenAlignment
+from ..state.session import DrafterState, RowForm, SessionState, TokenAlignment
 from .base import Keys, Rows, Scorer, ScoreRequest, register
 
 logger = logging.getLogger("kvflash_ggml")
@@ -33,7 +33,7 @@ MIN_TOKENS = QUERY_ROWS + 1
 FAILURES = (KVFlashError, OSError, RuntimeError, ValueError, MemoryError)
 
 
-class Drafter(Protocol):
+class ReadingModel(Protocol):
     """A small model with a memory of its own, in its own tokens. Used by one thread at a time.
 
     n_ctx: tokens it can hold, a multiple of CHUNK.
@@ -82,7 +82,7 @@ class Drafter(Protocol):
     def close(self) -> None: ...
 
 
-class Reader(Protocol):
+class TargetReader(Protocol):
     """Follows the target's text with a drafter."""
 
     def read(self, tokens: Int32s) -> tuple[int, Floats] | None:
@@ -107,7 +107,7 @@ class Reader(Protocol):
 class Window:
     """Keeps a drafter at the newest end of a text in the drafter's own tokens, and pushes only new tokens to it."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: ReadingModel) -> None:
         self._drafter = drafter
         self._text: Int32s = np.empty(0, np.int32)
         self.base = 0  # position in the text where the drafter's memory begins
@@ -177,7 +177,7 @@ class TokenReader:
     The drafter knows no media: token 0 takes the place of each of their rows.
     """
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: ReadingModel) -> None:
         self._drafter = drafter
         self.window = Window(drafter)
 
@@ -216,11 +216,11 @@ class DrafterScorer:
     overhead = 0.15
     index_bytes = 0
 
-    def __init__(self, load: Callable[[], Reader], *, source: str, idle: int = 0) -> None:
+    def __init__(self, load: Callable[[], TargetReader], *, source: str, idle: int = 0) -> None:
         self._load = load
         self._source = source
         self._idle = idle
-        self._reader: Reader | None = None
+        self._reader: TargetReader | None = None
         self._reading = False  # whether it reads this text
         self._failed = False
         self._reported: set[str] = set()
@@ -241,8 +241,8 @@ class DrafterScorer:
                 self._reset(self._reader)
 
     @property
-    def layout(self) -> Layout:
-        return Layout("drafter float32", 4)
+    def layout(self) -> RowForm:
+        return RowForm("drafter float32", 4)
 
     def dump(self, n_chunks: int) -> Rows:
         return list(self._scores[:n_chunks, None].copy().view(np.uint8))
@@ -293,7 +293,7 @@ class DrafterScorer:
             return None
         return np.where(known, scores, scores[known].mean(dtype=np.float64)).astype(np.float32)
 
-    def _reset(self, reader: Reader) -> None:
+    def _reset(self, reader: TargetReader) -> None:
         try:
             reader.reset()
         except FAILURES as err:

@@ -17,7 +17,7 @@ import numpy as np
 from ..arrays import Floats, Int64s
 from ..constants import CHUNK
 from ..pool.residency import others
-from ..state.session import Layout, Row
+from ..state.session import Row, RowForm
 from .base import Keys, Masses, Pairs, Rows, ScoreRequest, register
 from .heads import attention_shares, boost_successors, deciding, every_head, newest, softmax_max, units_of
 
@@ -148,9 +148,9 @@ class QKScorer:
         self._rows[n_chunks:] = [None] * (len(self._rows) - n_chunks)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RowForm:
         units = " ".join(f"{layer}.{head}" for layer, head in self._units.tolist())
-        return Layout(f"q4_0 {units}", self._keys.index_size(self._units))
+        return RowForm(f"q4_0 {units}", self._keys.index_size(self._units))
 
     def dump(self, n_chunks: int) -> Rows:
         return self._whole(range(n_chunks))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .step import Step
 
 
-class Text(Protocol):
+class TextOnPool(Protocol):
     """A text on the pool."""
 
     seq: int
@@ -129,7 +129,7 @@ class Pool:
         self.shares = [BlockAllocator(blocks, order[i * blocks : (i + 1) * blocks]) for i in range(info.n_seq)]
         self._homes = [tuple(share.order) for share in self.shares]
         self.share = blocks * CHUNK
-        self.texts: WeakValueDictionary[int, Text] = WeakValueDictionary()
+        self.texts: WeakValueDictionary[int, TextOnPool] = WeakValueDictionary()
         self.decoding = 1
         self.heap = PageHeap(engine, info.page_bytes, limit=host_limit, spill=spill)
         self.rows = MaskRows(info.n_slots, len(engine.token), f32=info.mask_f32)
@@ -150,7 +150,7 @@ class Pool:
         """Return the mask of one more text."""
         return (AlibiMask if self.engine.info.alibi else SlotMask)(self.rows)
 
-    def join(self, text: Text, seq: int) -> None:
+    def join(self, text: TextOnPool, seq: int) -> None:
         """Add the text of a sequence. ConfigError if there is no such sequence, or it has a text."""
         if not 0 <= seq < len(self.shares):
             raise ConfigError(f"sequence {seq} of a context made for {len(self.shares)}: count from 0 on")
@@ -205,7 +205,7 @@ class Pool:
         texts are settled if they could not roll back after the step, and a text that is not finite is given up. Nothing
         else steps the engine. Raises the errors of `Engine.step`; then nothing of any step was computed.
         """
-        others: list[Text] = []
+        others: list[TextOnPool] = []
         if len(steps) < len(self.texts):
             taken = [step.seq for step in steps]
             # every token of a user alone comes here, and `items` of this dictionary makes a dozen calls
@@ -270,7 +270,7 @@ class Pool:
         finally:
             self.padding.clear(end)
 
-    def _settle(self, texts: Sequence[Text]) -> None:
+    def _settle(self, texts: Sequence[TextOnPool]) -> None:
         """Settle draft rows of texts that could not roll back after a step of others."""
         for text in texts:
             if text.draft_rows is not None and text.draft_rows.state is None:

@@ -20,7 +20,7 @@ from ..arrays import Floats, Int32s
 from ..constants import CHUNK
 from ..errors import HostMemoryError
 from ..native.streamed import NO_MASSES, MassRequest
-from ..policy.base import Costed, Lasting, Masses, Pairs, Reading, Resumable, Scorer, ScoreRequest, Selective
+from ..policy.base import Costed, Lasting, Masses, Pairs, ReadsAlong, Resumable, Scorer, ScoreRequest, Selective
 from ..pool.residency import Chunks, few_moves
 from ..state.session import PolicyState, Replay, Statistics, done
 from ..threads import Worker
@@ -294,7 +294,7 @@ class Scoring:
         """Return the clock, the pending scores, and the statistics of the first chunks. Waits for the scores."""
         pending = [future.result() for future in self.pending]
         statistics = done(self._run(self._statistics, n_chunks).result())
-        reader = self._run(self.scorer.reader_state).result() if isinstance(self.scorer, Reading) else None
+        reader = self._run(self.scorer.reader_state).result() if isinstance(self.scorer, ReadsAlong) else None
         self._raise_failure()
         saved = self.blank_state()
         saved.pending, saved.statistics, saved.reader = pending, statistics, reader
@@ -332,7 +332,7 @@ class Scoring:
         if saved is None or saved.name != self.scorer.name:
             self.sealed(range(n_chunks))
             return
-        if saved.reader is not None and isinstance(self.scorer, Reading):
+        if saved.reader is not None and isinstance(self.scorer, ReadsAlong):
             self._run(self.scorer.load_reader, saved.reader, tokens.copy()).result()
         statistics = saved.statistics.result()
         taken = statistics is not None and self._run(self._load, statistics).result()

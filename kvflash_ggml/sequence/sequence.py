@@ -21,7 +21,7 @@ from ..host.store import HostStore
 from ..pool.masks import Branches, View, everything_is_resident
 from ..pool.page_table import PageTable, PageTableState
 from ..pool.plan import NO_MOVES, Plan
-from ..state.session import Limits
+from ..state.session import SessionLimits
 from ..trace.events import Events
 from .checkpoints import Checkpoints, Recovery
 from .draft_rows import DraftRows, gather, goes_back
@@ -136,9 +136,9 @@ class Sequence:
         recency = "lru" if self.bounded else "none needed"
         return recency if self.scoring is None else self.scoring.scorer.name
 
-    def limits(self, n_vocab: int) -> Limits:
+    def limits(self, n_vocab: int) -> SessionLimits:
         """Return the largest session that can be loaded here."""
-        return Limits(n_ctx=self.n_ctx, n_vocab=n_vocab, queries=self.queries.size)
+        return SessionLimits(n_ctx=self.n_ctx, n_vocab=n_vocab, queries=self.queries.size)
 
     # --- prompts and answers
 

@@ -15,7 +15,7 @@ from ..chat.reader import AnswerReader
 from ..chat.values import Delta
 from .chat import prepared, tokens_of
 from .errors import ApiError, invalid
-from .exchange import Answer, frame
+from .exchange import AnswerWriter, frame
 from .front import Front
 from .images import data_url, image_part
 from .schema import ChatRequest, Objects, TranslatedRequest, Whole, _stop
@@ -218,7 +218,7 @@ def _effort(asked: MessagesRequest) -> dict[str, Any]:
     return given
 
 
-class MessageAnswer(Answer):
+class MessageAnswer(AnswerWriter):
     """Events of an answer as Anthropic's: blocks of text, thinking and calls, one after the other."""
 
     def __init__(self, alias: str, id: str, asked: ChatRequest, reader: AnswerReader, prompt: int) -> None:

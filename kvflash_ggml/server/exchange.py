@@ -38,7 +38,7 @@ PARTED = 5
 DONE = b"data: [DONE]\n\n"
 
 
-class Answer(ABC):
+class AnswerWriter(ABC):
     """Writes the events of one request as its interface has them: as frames of a stream, or as one JSON value.
 
     asked: the request. reader: tells content, reasoning and calls of the answer apart.
@@ -108,7 +108,7 @@ class Answer(ABC):
         return []
 
 
-class ChoiceAnswer(Answer):
+class ChoiceAnswer(AnswerWriter):
     """One of several choices of OpenAI's older interfaces. base: the fields that the whole answer begins with."""
 
     def __init__(self, asked: Any, reader: AnswerReader | None = None, *, base: dict[str, Any], index: int) -> None:
@@ -262,7 +262,7 @@ class EventStream(Response):
     def __init__(
         self,
         exchanges: Sequence[Exchange],
-        answers: Sequence[Answer],
+        answers: Sequence[AnswerWriter],
         *,
         each: int,
         ping_s: float,
@@ -345,7 +345,7 @@ class EventStream(Response):
         task.cancel()
 
 
-def _joined(answer: Answer, event: Event) -> bytes:
+def _joined(answer: AnswerWriter, event: Event) -> bytes:
     return b"".join(answer.frames(event))
 
 
@@ -375,7 +375,7 @@ def _in_parts(value: Any, depth: int) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-async def collected(exchanges: Sequence[Exchange], answers: Sequence[Answer]) -> list[Finished]:
+async def collected(exchanges: Sequence[Exchange], answers: Sequence[AnswerWriter]) -> list[Finished]:
     """Give all answers their events, one after the other, and return the end of each. ApiError if one fails."""
     ended: list[Finished] = []
     try:
@@ -393,7 +393,7 @@ async def collected(exchanges: Sequence[Exchange], answers: Sequence[Answer]) ->
     return ended
 
 
-def whole(answers: Sequence[Answer], ended: Sequence[Finished], *, each: int) -> Any:
+def whole(answers: Sequence[AnswerWriter], ended: Sequence[Finished], *, each: int) -> Any:
     """Return all answers as one value. each: answers to a prompt."""
     choices = [answer.choice(end) for answer, end in zip(answers, ended, strict=True)]
     return answers[0].whole(choices, together(ended, each=each))

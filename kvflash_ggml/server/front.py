@@ -25,7 +25,7 @@ from ..chat.values import Grammar
 from ..errors import ConfigError
 from . import bodies, fields
 from .errors import ApiError, blaming, invalid
-from .exchange import Answer, EventStream, LongJSON, collected, submitted, whole
+from .exchange import AnswerWriter, EventStream, LongJSON, collected, submitted, whole
 from .intake import KEY, TAKEN, Intake
 from .prompts import Prompts
 from .schema import SAMPLERS, ChatRequest, PoolFields, TemplateRequest, _Sampled, parse, text_of_content
@@ -296,7 +296,13 @@ class Front(Intake):
         return grammar
 
     async def respond(
-        self, http: HttpRequest, requests: Sequence[Request], answers: Sequence[Answer], *, each: int, stream: bool
+        self,
+        http: HttpRequest,
+        requests: Sequence[Request],
+        answers: Sequence[AnswerWriter],
+        *,
+        each: int,
+        stream: bool,
     ) -> Response:
         """Queue all requests or none, and answer them as a stream or as a whole. each: answers to a prompt.
 

@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 
 from ..batching.messages import Image
 from ..errors import ConfigError, HostMemoryError, brief
-from ..media.files import Limits
+from ..media.files import MediaLimits
 from . import fetch
 from .errors import ApiError
 from .front import Front
@@ -145,7 +145,7 @@ class Images:
             message = f"the chat template writes {written}: send them in user messages"
             raise ApiError(400, message, code="invalid_image", param="messages")
         tokens, seen = prompts.tokenize(first, add_special=True, parse_special=True), []
-        limits = Limits(settings.max_image_pixels, settings.max_audio_seconds)
+        limits = MediaLimits(settings.max_image_pixels, settings.max_audio_seconds)
         for (where, kind, data), text in zip(self._files, texts, strict=True):
             try:
                 image = prompts.see(data, limits, self.salt)

@@ -16,7 +16,7 @@ from . import turns
 from .chat import render
 from .completions import check_gap, gap_tokens, known_tokens, prompt_tokens, prompts_of, text_of
 from .errors import ApiError, blaming, invalid
-from .exchange import Answer, dumps, frame
+from .exchange import AnswerWriter, dumps, frame
 from .front import Front, several
 from .schema import DetokenizeRequest, InfillRequest, RawRequest, TemplateRequest, TokenizeRequest
 from .usage import generation_settings, timings
@@ -167,7 +167,7 @@ async def _answered(
     return await front.respond(http, requests, answers, each=each, stream=asked.stream)
 
 
-class RawAnswer(Answer):
+class RawAnswer(AnswerWriter):
     """Events in llama-server's own shape."""
 
     def __init__(

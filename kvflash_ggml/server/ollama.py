@@ -16,7 +16,7 @@ from ..chat.reader import AnswerReader
 from .chat import prepared
 from .completions import prompt_tokens
 from .errors import ApiError, invalid
-from .exchange import Answer, dumps
+from .exchange import AnswerWriter, dumps
 from .fields import NAMES, note
 from .front import Front
 from .images import data_url, image_part
@@ -260,7 +260,7 @@ def silent(alias: str, reason: str, *, generate: bool) -> Response:
     return JSONResponse({"model": alias, "created_at": _now(), **said, "done": True, "done_reason": reason})
 
 
-class OllamaAnswer(Answer):
+class OllamaAnswer(AnswerWriter):
     """Events as Ollama's objects, each of a stream on a line of its own. generate: in the words of `/api/generate`."""
 
     media_type = "application/x-ndjson"

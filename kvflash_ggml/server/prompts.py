@@ -11,7 +11,7 @@ from ..batching.messages import Image
 from ..chat.reader import Rendered
 from ..chat.values import ChatInput, Grammar
 from ..errors import ConfigError, ContextFull
-from ..media.files import Limits
+from ..media.files import MediaLimits
 from ..native import vocabulary
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Prompts(Protocol):
     sees: bool
     hears: bool
 
-    def see(self, data: bytes, limits: Limits, salt: str) -> Image:
+    def see(self, data: bytes, limits: MediaLimits, salt: str) -> Image:
         """Read the image or sound in a file. salt: only requests of the same salt use what is kept of it.
 
         ConfigError if it cannot be read, HostMemoryError while too many wait.
@@ -122,7 +122,7 @@ class LlamaPrompts:
     def n_vocab(self) -> int:
         return self._llm.n_vocab()
 
-    def see(self, data: bytes, limits: Limits, salt: str) -> Image:
+    def see(self, data: bytes, limits: MediaLimits, salt: str) -> Image:
         assert self._images is not None
         return self._images.read(data, limits, salt)
 

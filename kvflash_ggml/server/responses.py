@@ -21,7 +21,7 @@ from ..chat.values import Call, Delta
 from . import bodies
 from .chat import counted, prepared, tokens_of
 from .errors import ApiError, invalid
-from .exchange import Answer, frame
+from .exchange import AnswerWriter, frame
 from .front import Front, Kept
 from .images import image_part
 from .schema import ChatRequest, Objects, TranslatedRequest, Whole
@@ -67,7 +67,7 @@ class ResponsesRequest(TranslatedRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class ClientTool:
     """What a function of the chat is to the client. custom: its input is a text."""
 
     name: str
@@ -172,7 +172,7 @@ async def _items(
 
 def _translated(
     front: Front, http: HttpRequest, asked: ResponsesRequest, items: Sequence[dict[str, Any]]
-) -> tuple[ChatRequest, dict[str, Tool]]:
+) -> tuple[ChatRequest, dict[str, ClientTool]]:
     """Translate a request into a chat, and say what its functions are. What is not understood is left out, and noted.
     ApiError.
     """
@@ -269,10 +269,10 @@ def _objects(value: Any, where: str) -> list[dict[str, Any]]:
     raise invalid(where, "it must be a list of objects")
 
 
-def _functions(turns: Turns, given: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Tool]]:
+def _functions(turns: Turns, given: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, ClientTool]]:
     """Translate tools into functions, and say by name what each was. OpenAI's own servers' tools are left out."""
     made: list[dict[str, Any]] = []
-    tools: dict[str, Tool] = {}
+    tools: dict[str, ClientTool] = {}
 
     def add(tool: dict[str, Any], space: str | None) -> None:
         kind, name = kind_of(tool), text_of(tool, "name", "tools", "")
@@ -286,7 +286,7 @@ def _functions(turns: Turns, given: Sequence[dict[str, Any]]) -> tuple[list[dict
         flat = f"{space}__{name}" if space else name
         if flat in tools:
             return
-        tools[flat] = Tool(name, space, custom=kind == "custom")
+        tools[flat] = ClientTool(name, space, custom=kind == "custom")
         function = {"name": flat, "description": tool.get("description"), "parameters": tool.get("parameters")}
         if kind == "custom":
             function |= {"description": _explained(tool), "parameters": _ONE_TEXT}
@@ -326,7 +326,7 @@ def _form(asked: ResponsesRequest) -> dict[str, Any]:
     return {"reasoning_effort": effort, **thinking, "response_format": form_of((asked.text or {}).get("format"))}
 
 
-class ResponseAnswer(Answer):
+class ResponseAnswer(AnswerWriter):
     """Events of an answer as OpenAI's: items of reasoning, text and calls, one after the other.
 
     tools: what the chat's functions are to the client. keep: called with the whole response, and the name of the
@@ -338,7 +338,7 @@ class ResponseAnswer(Answer):
         alias: str,
         id: str,
         asked: ResponsesRequest,
-        tools: Mapping[str, Tool],
+        tools: Mapping[str, ClientTool],
         reader: AnswerReader,
         keep: Callable[[dict[str, Any], str], None],
     ) -> None:
@@ -484,7 +484,7 @@ class ResponseAnswer(Answer):
         return {**item, "content": [_text("reasoning_text", text)]}
 
     def _call(self, call: Call, *, id: str | None = None, status: str = "completed") -> dict[str, Any]:
-        tool = self._tools.get(call.name, Tool(call.name))
+        tool = self._tools.get(call.name, ClientTool(call.name))
         item = {
             "id": id or _id("ctc" if tool.custom else "fc"),
             "call_id": call.id,

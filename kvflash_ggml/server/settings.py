@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .. import notation
 from ..batching.messages import Sampling
-from ..media.files import Limits
+from ..media.files import MediaLimits
 from ..settings import in_section
 
 _net = in_section("Network")
@@ -80,10 +80,10 @@ class ServerSettings:
         help="Largest file of an image or a sound.  [default: 10M]",
     )  # fmt: skip
     max_image_pixels: int = _limits(
-        int, least=1, most=1 << 28, default=Limits().pixels, metavar="N", help="Most pixels of an image."
+        int, least=1, most=1 << 28, default=MediaLimits().pixels, metavar="N", help="Most pixels of an image."
     )
     max_audio_seconds: int = _limits(
-        int, least=1, most=1 << 14, default=Limits().seconds, metavar="N", help="Longest sound in seconds."
+        int, least=1, most=1 << 14, default=MediaLimits().seconds, metavar="N", help="Longest sound in seconds."
     )
     media_urls: bool = _limits(
         bool, default=False, help="Fetch images that a request names by a URL, from public addresses alone."

@@ -20,11 +20,11 @@ from ..pool.plan import ABSENT
 from ..state.session import (
     Blob,
     DrafterState,
-    Limits,
     Origin,
     PolicyState,
     Replay,
     SavedDraft,
+    SessionLimits,
     SessionState,
     Statistics,
     TokenAlignment,
@@ -243,7 +243,7 @@ def write_sections(writer: Writer, saved: SessionState) -> dict[str, Any]:
     return facts
 
 
-def read(container: Container, fingerprint: Fingerprint, heap: PageHeap, limits: Limits) -> SessionState:
+def read(container: Container, fingerprint: Fingerprint, heap: PageHeap, limits: SessionLimits) -> SessionState:
     """Return a saved session whose page images are still in the file.
 
     SnapshotError unless it is a sound snapshot, SnapshotMismatch for another model, ContextFull for a longer text.
@@ -299,7 +299,7 @@ def _read_reader(container: Container, length: int) -> DrafterState:
     )  # fmt: skip
 
 
-def _read_with_pages(container: Container, heap: PageHeap, limits: Limits) -> SessionState:
+def _read_with_pages(container: Container, heap: PageHeap, limits: SessionLimits) -> SessionState:
     saved = read_sections(container, heap, limits)
     stored = container.pages("pages", heap.page_bytes, count=len(saved.table.blocks))
     saved.pages = [PageImage(source=page) for page in stored]
@@ -316,7 +316,7 @@ def compare(container: Container, fingerprint: Fingerprint) -> None:
             raise SnapshotMismatch(container.source.name, field, theirs.get(field), value)
 
 
-def read_sections(container: Container, heap: PageHeap, limits: Limits) -> SessionState:
+def read_sections(container: Container, heap: PageHeap, limits: SessionLimits) -> SessionState:
     """Return all but page images and statistics. SnapshotError if they contradict each other.
 
     Queries of another number are those of another policy, and are left out.

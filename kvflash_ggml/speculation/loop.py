@@ -23,7 +23,7 @@ ANOTHER = "drafting for another text"
 logger = logging.getLogger("kvflash_ggml")
 
 
-class Text(Protocol):
+class DraftedText(Protocol):
     """The text to draft for. tokens: of the text, without the root. room_ahead: rows that one step can verify.
 
     branch_room: positions that the rows of a tree can take, 0 where only chains can be verified.
@@ -161,7 +161,7 @@ class Speculator:
         """Note that steps of another kind ran in between, so their times are not compared."""
         self.controls.apart()
 
-    def propose(self, text: Text, root: int) -> Draft | None:
+    def propose(self, text: DraftedText, root: int) -> Draft | None:
         """Return a draft after the text and `root`, no longer than a step can verify; None for a plain step.
 
         From here on the step is timed, until `plain` or `verified`, unless it is known that no drafter will be asked.
@@ -189,7 +189,7 @@ class Speculator:
         return None
 
     def _request(
-        self, one: GuardedDrafter, text: Text, root: int, requested: int, instead: Collection[str]
+        self, one: GuardedDrafter, text: DraftedText, root: int, requested: int, instead: Collection[str]
     ) -> Draft | None:
         """Return the part of one drafter's proposal that is worth verifying, or None."""
         tokens = text.tokens

@@ -98,7 +98,7 @@ def done(value: T) -> Future[T]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SessionLimits:
     """Bounds of a saved session, for a model and a context. queries: floats of the captured ring."""
 
     n_ctx: int
@@ -130,9 +130,9 @@ class DrafterState:
     text: Int32s
     base: int
     alignment: TokenAlignment | None
-    session: SessionState | Callable[[PageHeap, Limits], SessionState]
+    session: SessionState | Callable[[PageHeap, SessionLimits], SessionState]
 
-    def open(self, heap: PageHeap, limits: Limits) -> SessionState:
+    def open(self, heap: PageHeap, limits: SessionLimits) -> SessionState:
         """Return the session, for the caller to release. SnapshotError if its file cannot be read."""
         return self.session.share() if isinstance(self.session, SessionState) else self.session(heap, limits)
 
@@ -142,7 +142,7 @@ class DrafterState:
             self.session.release()
 
 
-class Layout(NamedTuple):
+class RowForm(NamedTuple):
     """The form of a row of statistics. A policy computes rows of another form again, from the keys."""
 
     name: str
@@ -157,8 +157,8 @@ class Statistics:
     rows: Sequence[Row]
 
     @property
-    def layout(self) -> Layout:
-        return Layout(self.name, len(self.rows[0]) if self.rows else 0)
+    def layout(self) -> RowForm:
+        return RowForm(self.name, len(self.rows[0]) if self.rows else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

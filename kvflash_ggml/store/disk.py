@@ -27,7 +27,7 @@ from ..pool.page_table import ANY, PageTableState
 from ..snapshot import format, inspect
 from ..snapshot.container import VERSION, Container, FileSource, StoredPage, Writer
 from ..snapshot.fingerprint import Fingerprint
-from ..state.session import Bytes, Limits, PolicyState, SessionState, Statistics, done
+from ..state.session import Bytes, PolicyState, SessionLimits, SessionState, Statistics, done
 from .segments import NAME_BYTES, SEGMENT, TAIL, Entry, Segments, chunk_names, extend_name, root_name
 
 MAX_CHUNKS = 256
@@ -66,7 +66,7 @@ class DiskTier:
         heap: PageHeap,
         blank: Callable[[memoryview, int], None],
         stateful: bool,
-        limits: Limits,
+        limits: SessionLimits,
     ) -> None:
         self._root = root_name({"fingerprint": fingerprint, "settings": settings, "version": VERSION})
         self._all = Segments(folder, capacity=capacity)

@@ -11,14 +11,14 @@ from ..arrays import Int32s, common_prefix
 from ..constants import CHUNK
 
 
-class Text(Protocol):
+class HasTokens(Protocol):
     """An object with tokens that do not change while it is kept."""
 
     @property
     def tokens(self) -> Int32s: ...
 
 
-T = TypeVar("T", bound=Text)
+T = TypeVar("T", bound=HasTokens)
 
 
 class Texts(Generic[T]):

@@ -20,11 +20,11 @@ FAILED_S = 60.0
 """Seconds until a model that could not be loaded is tried again: each try unloads another one."""
 
 
-class EngineError(Exception):
+class LoadError(Exception):
     """A model could not be loaded; the message says why."""
 
 
-class Engine(Protocol):
+class ModelServer(Protocol):
     """A loaded model that answers HTTP at a port of loopback. n_ctx: tokens of its context."""
 
     port: int
@@ -46,7 +46,7 @@ class Loaded:
     """
 
     model: FolderModel
-    engine: Engine
+    engine: ModelServer
     until: float
     used: float
     answers: int = 0
@@ -72,13 +72,13 @@ class Engines:
     A model that was loaded stays for as long as the change took, so that at most half of the time goes into changes.
     While it stays, its requests come first. Then the model comes whose request has waited longest.
 
-    start: loads a model, EngineError if that fails. most: requests that may wait. idle_s: seconds without an answer,
+    start: loads a model, LoadError if that fails. most: requests that may wait. idle_s: seconds without an answer,
     after which a model is unloaded; None for never. Everything runs on one loop.
     """
 
     def __init__(
         self,
-        start: Callable[[FolderModel], Awaitable[Engine]],
+        start: Callable[[FolderModel], Awaitable[ModelServer]],
         *,
         most: int,
         wait_s: float,
@@ -93,7 +93,7 @@ class Engines:
         self._waiting: list[_Waiting] = []
         self._changed = asyncio.Event()
         self._loaded: Loaded | None = None
-        self._starting: asyncio.Future[Engine] | None = None
+        self._starting: asyncio.Future[ModelServer] | None = None
         self._failed: dict[str, _Failed] = {}
         self._closing = False
         self._driver = asyncio.ensure_future(self._drive())
@@ -237,7 +237,7 @@ class Engines:
                 return
             self._starting = asyncio.ensure_future(self._start(model))
             engine = await self._starting
-        except (EngineError, OSError) as err:
+        except (LoadError, OSError) as err:
             self._fail(_Failed(model, str(err), self._clock()))
         except asyncio.CancelledError:
             if not self._closing:

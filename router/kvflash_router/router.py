@@ -28,7 +28,7 @@ from kvflash_ggml.server.schema import named
 from kvflash_ggml.server.settings import ServerSettings
 
 from . import model_folder
-from .engines import Engine, Engines, Loaded
+from .engines import Engines, Loaded, ModelServer
 from .forward import forward
 from .model_folder import FolderModel
 
@@ -258,7 +258,7 @@ def serve(
     folder: Path,
     settings: ServerSettings,
     sock: socket.socket,
-    start: Callable[[FolderModel], Awaitable[Engine]],
+    start: Callable[[FolderModel], Awaitable[ModelServer]],
     *,
     n_ctx: int,
     idle_s: float | None,

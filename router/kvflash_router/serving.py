@@ -20,20 +20,20 @@ import click
 
 from kvflash_ggml import system
 from kvflash_ggml.cli.model import log_requests, log_to_stderr, plain_errors
-from kvflash_ggml.cli.serving import Job, serve_model
+from kvflash_ggml.cli.serving import Serving, serve_model
 from kvflash_ggml.cli.terminal import note
 from kvflash_ggml.server import requestlog
 from kvflash_ggml.server.run import listen
 
 from . import model_folder, router
-from .engines import EngineError
+from .engines import LoadError
 from .model_folder import FolderModel
 
 STORE_S = 600.0
 """Seconds beyond --drain that a process has to store its conversations; then it is killed."""
 
 
-def serve_folder(job: Job, folder: Path, sock: socket.socket, *, idle_s: float | None) -> None:
+def serve_folder(job: Serving, folder: Path, sock: socket.socket, *, idle_s: float | None) -> None:
     """Serve the models of a folder until a signal. Without --session-dir conversations are lost then.
 
     ClickException for a folder without models.
@@ -73,7 +73,7 @@ def serve_folder(job: Job, folder: Path, sock: socket.socket, *, idle_s: float |
 
 
 @contextmanager
-def _sessions(job: Job) -> Iterator[Path | None]:
+def _sessions(job: Serving) -> Iterator[Path | None]:
     """Yield the folder for conversations; None where a store keeps them."""
     if job.settings.session_dir is not None or job.settings.store is not None:
         yield job.settings.session_dir
@@ -96,8 +96,8 @@ class Process:
     _patience_s: float
 
     @classmethod
-    async def start(cls, job: Job, path: Path, processes: list[asyncio.subprocess.Process]) -> Process:
-        """Load a model in a new process, which `processes` gets. EngineError if that fails. Cancelled, it is killed."""
+    async def start(cls, job: Serving, path: Path, processes: list[asyncio.subprocess.Process]) -> Process:
+        """Load a model in a new process, which `processes` gets. LoadError if that fails. Cancelled, it is killed."""
         # in a session of its own, so that Ctrl-C reaches this process alone, which tells that one
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", _CHILD.format(path=sys.path), stdin=-1, stdout=-1, start_new_session=True
@@ -114,7 +114,7 @@ class Process:
             if "port" not in said:
                 code = await process.wait()
                 why = said.get("error", f"its process has ended with {code}")
-                raise EngineError(why.replace(f"{path.parent}{os.sep}", ""))  # clients see it: no path is theirs
+                raise LoadError(why.replace(f"{path.parent}{os.sep}", ""))  # clients see it: no path is theirs
         except BaseException:
             if process.returncode is None:
                 process.kill()

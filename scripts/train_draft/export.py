@@ -12,7 +12,7 @@ from kvflash_ggml.convert import draft, writer
 from kvflash_ggml.convert.writer import Planned
 from kvflash_ggml.files import replacing
 from kvflash_ggml.gguf import reader, types
-from kvflash_ggml.gguf.drafter import Drafter
+from kvflash_ggml.gguf.drafter import DrafterFile
 from kvflash_ggml.gguf.target import describe
 
 from .drafter import Params, Plan
@@ -24,7 +24,7 @@ def write(
 ) -> None:
     """Write ``out``, for the target file ``model``. ids: tokens of a head of its own; None leaves it to the target."""
     s = target.shape
-    it = Drafter(
+    it = DrafterFile(
         where=out.stem, hidden=s.d, layers=len(plan.layers), heads=s.heads, heads_kv=s.kv, head_dim=s.dim, ff=s.ffn,
         vocab=s.vocab, epsilon=s.eps, theta=s.theta, rotary=s.dim, block=plan.block, mask=plan.mask,
         target_layers=plan.taps, context=s.context, causal=True,

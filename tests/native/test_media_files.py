@@ -66,7 +66,7 @@ def test_sound_is_decoded(kind: str, libmtmd: str) -> None:
 def test_sound_that_is_too_long_is_refused(libmtmd: str) -> None:
     """However long its head says it is."""
     with pytest.raises(ConfigError, match="a sound has 3 seconds, and 2 is the most"):
-        files.decode(wav(75), libmtmd, limits=files.Limits(seconds=2), rate=16000)
+        files.decode(wav(75), libmtmd, limits=files.MediaLimits(seconds=2), rate=16000)
     bomb = bytearray(flac(5))
     bomb[21:26] = b"\xff" * 5  # samples that its head speaks of
     with pytest.raises(ConfigError, match=r"a sound of .* cannot be decoded"):

@@ -315,9 +315,9 @@ def test_an_image_that_is_dropped_while_it_waits(
             llm.eval(image.tokens)
             return llm.scores[: llm.n_tokens].copy()
 
-        first = read(reader.read(red, files.Limits()))
-        waits = reader.read(red, files.Limits())
-        read(reader.read(blue, files.Limits()))
+        first = read(reader.read(red, files.MediaLimits()))
+        waits = reader.read(red, files.MediaLimits())
+        read(reader.read(blue, files.MediaLimits()))
         assert len(decoded) == len(encoded) == 2
         assert near(read(waits), first, IMAGE)
         assert len(decoded) == len(encoded) == (2 if room is None else 3)
@@ -365,7 +365,7 @@ def test_an_image_is_kept_for_its_salt_alone(
         reader = image_reader.ImageReader(llm)
         scores = []
         for count, salt in ((1, ""), (1, ""), (2, "a"), (2, "a"), (3, "b")):
-            image = reader.read(red, files.Limits(), salt)
+            image = reader.read(red, files.MediaLimits(), salt)
             reader.encoder.media.begin()
             image.load()
             llm.reset()

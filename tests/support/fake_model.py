@@ -20,7 +20,7 @@ from kvflash_ggml.chat.rewriting import held
 from kvflash_ggml.chat.values import ChatInput, Grammar
 from kvflash_ggml.chat.words import CLOSE, OPEN, in_words, plain_call
 from kvflash_ggml.errors import ConfigError, SnapshotError
-from kvflash_ggml.media.files import Limits
+from kvflash_ggml.media.files import MediaLimits
 from kvflash_ggml.policy.qk import Reason
 from kvflash_ggml.store.swapped import SwappedText
 from kvflash_ggml.store.texts import usable
@@ -343,7 +343,7 @@ class FakePrompts:
     sees: bool = False
     hears: bool = False
     seen: list[bytes] = field(default_factory=list)
-    limits: Limits | None = None
+    limits: MediaLimits | None = None
     rendered: list[list[dict[str, Any]]] = field(default_factory=list)
     gap: dict[str, int] = field(default_factory=dict)
     salts: list[str] = field(default_factory=list)
@@ -375,7 +375,7 @@ class FakePrompts:
     def preserved(self, texts: Sequence[str]) -> dict[int, bytes]:
         return {}
 
-    def see(self, data: bytes, limits: Limits, salt: str) -> FakeImage:
+    def see(self, data: bytes, limits: MediaLimits, salt: str) -> FakeImage:
         """An image or a sound of as many rows as its file has bytes."""
         self.salts.append(salt)
         if data == b"bad":

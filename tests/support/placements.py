@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvflash_ggml.config import Fit
 from kvflash_ggml.native.sizes import LayerSizes, Measure, Needs
 from kvflash_ggml.placement.layout import Compute
-from kvflash_ggml.placement.sizes import HOST, Device, ModelSizes, Placement, Request
+from kvflash_ggml.placement.sizes import HOST, Device, ModelSizes, Placement, PlacementRequest
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -134,7 +134,7 @@ def machines(draw: st.DrawFn) -> tuple[Device, ...]:
 
 
 requests = st.builds(
-    Request,
+    PlacementRequest,
     n_ctx=st.sampled_from([1000, 8192, 40_000, 262_144]),
     pool=st.sampled_from(["auto", "auto", "auto", None, 2048, 12_288]),
     n_ubatch=st.sampled_from([None, None, 512, 1024]),

@@ -16,7 +16,7 @@ from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.host.heap import PageHeap
 from kvflash_ggml.pool.page_table import PageTableState
 from kvflash_ggml.pool.plan import ABSENT
-from kvflash_ggml.state.session import Bytes, Limits, PolicyState, SessionState, Statistics
+from kvflash_ggml.state.session import Bytes, PolicyState, SessionLimits, SessionState, Statistics
 from kvflash_ggml.store.disk import DiskTier
 from support.fake_engine import FakeHost
 
@@ -138,7 +138,7 @@ def make_tier(
         heap=heap,
         blank=blank,
         stateful=stateful,
-        limits=Limits(n_ctx=1 << 20, n_vocab=N_VOCAB, queries=6),
+        limits=SessionLimits(n_ctx=1 << 20, n_vocab=N_VOCAB, queries=6),
     )
 
 

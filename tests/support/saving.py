@@ -19,7 +19,7 @@ from kvflash_ggml.sequence.scoring import Scoring
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.snapshot import fingerprint
 from kvflash_ggml.snapshot.store import SnapshotStore
-from kvflash_ggml.state.session import Layout
+from kvflash_ggml.state.session import RowForm
 from support.fake_engine import FakeEngine, make_session
 
 N_VOCAB = 1000
@@ -46,8 +46,8 @@ class Digest:
         return np.array([zlib.crc32(row.tobytes(), asked) % 997 / 100 for row in self._index[: request.n_chunks]], "f4")
 
     @property
-    def layout(self) -> Layout:
-        return Layout("crc32", 4)
+    def layout(self) -> RowForm:
+        return RowForm("crc32", 4)
 
     def dump(self, n_chunks: int) -> Rows:
         return list(self._index[:n_chunks].copy().view(np.uint8))

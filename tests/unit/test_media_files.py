@@ -27,7 +27,7 @@ def decode(
     file = folder / "program.py"
     file.write_text(f"import os, sys, time\n{program}\n")
     monkeypatch.setattr(files, "_PROGRAM", file)
-    return files.decode(data, "libmtmd.so", limits=files.Limits(pixels=most, seconds=most // 10), rate=10)
+    return files.decode(data, "libmtmd.so", limits=files.MediaLimits(pixels=most, seconds=most // 10), rate=10)
 
 
 def writes(width: int, height: int, count: int) -> str:

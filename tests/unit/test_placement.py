@@ -21,7 +21,7 @@ from kvflash_ggml.placement import table
 from kvflash_ggml.placement.devices import bounds_of
 from kvflash_ggml.placement.layout import partition
 from kvflash_ggml.placement.plan import fit, plan
-from kvflash_ggml.placement.sizes import HOST, Device, ModelSizes, Placement, Request
+from kvflash_ggml.placement.sizes import HOST, Device, ModelSizes, Placement, PlacementRequest
 from tests.support.placements import GIB, MIB, compute, gpus, host, moe
 from tests.support.reserve import reserve
 
@@ -36,7 +36,7 @@ def mask(n_ubatch: int, pool: int) -> int:
     return 100 * MIB + n_ubatch * (200_000 + 2 * pool)
 
 
-def placed(sizes: ModelSizes, devices: tuple[Device, ...], request: Request, of: object = mask) -> Placement:
+def placed(sizes: ModelSizes, devices: tuple[Device, ...], request: PlacementRequest, of: object = mask) -> Placement:
     return plan(sizes, devices, request, compute(devices, of))  # type: ignore[arg-type]
 
 
@@ -66,7 +66,7 @@ def big() -> ModelSizes:
 def test_the_pool_is_what_is_reserved(case: str) -> None:
     pool, n_ctx, outcome = CASES[case]
     staging = SLOT * 64 * 8 * (0 < pool < n_ctx)
-    request = Request(
+    request = PlacementRequest(
         n_ctx=n_ctx, pool=pool or None, n_ubatch=512, type_k="f16", n_gpu_layers=-1, fit=Fit(margin=OTHER - staging)
     )
     found = placed(big(), (*gpus(24 * GIB), host(64 * GIB)), request, nothing)
@@ -81,7 +81,7 @@ def test_the_pool_is_what_is_reserved(case: str) -> None:
 
 
 def test_a_pool_that_keeps_experts_on_the_device_is_not_redundant() -> None:
-    request = Request(n_ctx=131_072, pool=16_384, n_ubatch=512, type_k="f16")
+    request = PlacementRequest(n_ctx=131_072, pool=16_384, n_ubatch=512, type_k="f16")
     devices = (*gpus(24 * GIB), host(64 * GIB))
     assert not placed(big(), devices, request).redundant
     assert placed(big(), (*gpus(32 * GIB), host(64 * GIB)), request).redundant
@@ -90,9 +90,9 @@ def test_a_pool_that_keeps_experts_on_the_device_is_not_redundant() -> None:
 def test_experts_that_the_user_keeps_on_the_host_are_counted_before_a_pool_is_called_redundant() -> None:
     """A full cache would fit here, but only because of what was asked for."""
     devices = (*gpus(64 * GIB), host(64 * GIB))
-    request = Request(n_ctx=131_072)
+    request = PlacementRequest(n_ctx=131_072)
     assert placed(big(), devices, request).redundant
-    moved = Request(n_ctx=131_072, n_cpu_moe=4)
+    moved = PlacementRequest(n_ctx=131_072, n_cpu_moe=4)
     assert placed(big(), devices, moved).host_experts == (0, 1, 2, 3)
     assert not placed(big(), devices, moved).redundant
     fixed = ModelSizes(layers=(LayerSizes(dense=MIB),) * 4, output=0, embedding=0, fixed={HOST: GIB})
@@ -104,8 +104,8 @@ def test_layers_on_the_host_count_among_those_that_have_their_experts_there() ->
     partial = {"n_ctx": 131_072, "n_gpu_layers": 31, "type_k": "f16"}  # of 40 and the output: from layer 10 on
     one, two = ((*gpus(*[64 * GIB] * n), host(64 * GIB)) for n in (1, 2))
     for count, want in ((4, ()), (10, ()), (12, (10, 11))):
-        assert placed(moe(), one, Request(**partial, n_cpu_moe=count)).host_experts == want
-    halves = Request(**partial, n_cpu_moe=13, tensor_split=(16.0, 15.0))
+        assert placed(moe(), one, PlacementRequest(**partial, n_cpu_moe=count)).host_experts == want
+    halves = PlacementRequest(**partial, n_cpu_moe=13, tensor_split=(16.0, 15.0))
     assert placed(moe(), two, halves).host_experts == (10, 11, 26)
 
 
@@ -113,7 +113,9 @@ def test_exact_scores_have_room_where_layers_have_stages() -> None:
     """Of the heads of a device, and no more than are asked for; a device behind a network makes none."""
     layer = LayerSizes(dense=MIB, k_row=512, v_row=512, query=16384, heads=16, heads_kv=4)
     sizes = ModelSizes(layers=(layer,) * 8, output=0, embedding=0)
-    request = Request(n_ctx=131_072, n_ubatch=512, pool=4096, type_k="f16", type_v="f16", stage=131_072, query_rows=32)
+    request = PlacementRequest(
+        n_ctx=131_072, n_ubatch=512, pool=4096, type_k="f16", type_v="f16", stage=131_072, query_rows=32
+    )
     (gpu, cpu), far = (*gpus(16 * GIB), host(64 * GIB)), replace(gpus(16 * GIB)[0], kind="remote")
     plain, asked, behind = (
         placed(sizes, (device, cpu), replace(request, masses=masses, n_gpu_layers=-1)).needs
@@ -127,7 +129,7 @@ def test_exact_scores_have_room_where_layers_have_stages() -> None:
 
 def test_stages_that_are_asked_for_have_room_set_aside() -> None:
     """Two of a layer's K and V in turn where transfers overlap, and their columns of the mask."""
-    request = Request(n_ctx=131_072, n_ubatch=512, type_k="f16", type_v="f16")
+    request = PlacementRequest(n_ctx=131_072, n_ubatch=512, type_k="f16", type_v="f16")
     plain, staged = (placed(moe(), ONE, replace(request, stage=stage)) for stage in (0, 131_072))
     assert plain.needs[0].stages == 0
     copies = 2 if ONE[0].overlaps else 1
@@ -146,10 +148,10 @@ def test_stages_that_are_asked_for_have_room_set_aside() -> None:
 
 def test_a_pool_stays_though_a_full_cache_would_fit_unless_exactness_is_preferred() -> None:
     devices = (*gpus(64 * GIB), host(64 * GIB))
-    assert placed(moe(), devices, Request(n_ctx=131_072)).pool == 16_384
-    exact = placed(moe(), devices, Request(n_ctx=131_072, fit=Fit(prefer="exact")))
+    assert placed(moe(), devices, PlacementRequest(n_ctx=131_072)).pool == 16_384
+    exact = placed(moe(), devices, PlacementRequest(n_ctx=131_072, fit=Fit(prefer="exact")))
     assert exact.pool == exact.n_ctx == 131_072
-    small = placed(moe(), devices, Request(n_ctx=10_000))
+    small = placed(moe(), devices, PlacementRequest(n_ctx=10_000))
     assert small.pool == small.n_ctx == 10_240
 
 
@@ -158,15 +160,15 @@ def test_a_pool_stays_though_a_full_cache_would_fit_unless_exactness_is_preferre
 
 def test_experts_leave_before_layers_and_layers_before_everything() -> None:
     def level(free: int) -> int:
-        return placed(moe(), (*gpus(free), host(64 * GIB)), Request(n_ctx=131_072)).level
+        return placed(moe(), (*gpus(free), host(64 * GIB)), PlacementRequest(n_ctx=131_072)).level
 
     assert [level(free * GIB) for free in (24, 16, 6, 3, 0)] == [1, 2, 2, 3, 4]
-    assert placed(moe(), (host(64 * GIB),), Request(n_ctx=131_072)).level == 4
+    assert placed(moe(), (host(64 * GIB),), PlacementRequest(n_ctx=131_072)).level == 4
 
 
 def test_small_experts_do_not_come_and_go_with_layers_that_leave() -> None:
     """An expert layer that has room beside some layers would have to leave again for one layer more."""
-    sizes, request = moe(dense=300 * MIB, experts=60 * MIB), Request(n_ctx=131_072)
+    sizes, request = moe(dense=300 * MIB, experts=60 * MIB), PlacementRequest(n_ctx=131_072)
     places = [placed(sizes, (*gpus(free * 128 * MIB), host(64 * GIB)), request) for free in range(16, 64)]
     there = [40 - found.needs[-1].layers[1] - len(found.host_experts) for found in places]
     assert there == sorted(there)
@@ -180,7 +182,7 @@ def test_the_pool_of_a_host_alone_leaves_half_to_page_images() -> None:
     state = sum(layer.state for layer in sizes.layers)
     for slots in (8192, 16_384):
         free = weights + state + 2 * slots * slot + mask(512, slots) + 10 * MIB
-        request = Request(n_ctx=131_072, n_ubatch=512, fit=Fit(margin={HOST: 0}))
+        request = PlacementRequest(n_ctx=131_072, n_ubatch=512, fit=Fit(margin={HOST: 0}))
         found = placed(sizes, (host(free),), request)
         assert slots <= found.pool <= slots + 1024
         assert found.n_gpu_layers == 0
@@ -188,7 +190,7 @@ def test_the_pool_of_a_host_alone_leaves_half_to_page_images() -> None:
 
 
 def test_a_smaller_pool_is_preferred_to_an_expert_on_the_host() -> None:
-    request = Request(n_ctx=131_072, type_k="f16", n_ubatch=512)
+    request = PlacementRequest(n_ctx=131_072, type_k="f16", n_ubatch=512)
     free = next(
         size * 64 * MIB
         for size in itertools.count(128)
@@ -200,7 +202,7 @@ def test_a_smaller_pool_is_preferred_to_an_expert_on_the_host() -> None:
 
 def test_quantised_kv_only_where_it_pays() -> None:
     def found(free: int, **more: object) -> Placement:
-        return placed(big(), (*gpus(free), host(64 * GIB)), Request(n_ctx=131_072, **more))  # type: ignore[arg-type]
+        return placed(big(), (*gpus(free), host(64 * GIB)), PlacementRequest(n_ctx=131_072, **more))  # type: ignore[arg-type]
 
     assert found(30 * GIB).type_k == "f16"
     assert found(30 * GIB).pool == 16_384
@@ -218,7 +220,7 @@ def test_with_experts_on_the_host_a_large_step_is_worth_one_layer() -> None:
         def of(n_ubatch: int, pool: int) -> int:
             return n_ubatch * step
 
-        found = placed(moe(), ONE, Request(n_ctx=131_072), of)
+        found = placed(moe(), ONE, PlacementRequest(n_ctx=131_072), of)
         return found.n_ubatch, len(found.host_experts)
 
     least = steps(0)[1]
@@ -229,7 +231,7 @@ def test_with_experts_on_the_host_a_large_step_is_worth_one_layer() -> None:
 
 def test_layers_of_a_device_lose_their_experts_from_its_first_on() -> None:
     devices = (*gpus(8 * GIB, 8 * GIB), host(64 * GIB))
-    found = placed(moe(), devices, Request(n_ctx=131_072))
+    found = placed(moe(), devices, PlacementRequest(n_ctx=131_072))
     assert found.tensor_split is not None
     assert sum(found.tensor_split) == 41
     second = found.needs[1].layers[0]
@@ -242,7 +244,7 @@ def test_layers_of_a_device_lose_their_experts_from_its_first_on() -> None:
 
 def test_several_devices_overlap_only_if_they_hold_everything() -> None:
     devices = (*gpus(16 * GIB, 16 * GIB), host(64 * GIB))
-    found = placed(moe(), devices, Request(n_ctx=131_072))
+    found = placed(moe(), devices, PlacementRequest(n_ctx=131_072))
     assert found.level == 1
     assert found.pipeline
     shares = [need.total / need.free for need in found.needs[:-1]]
@@ -251,16 +253,16 @@ def test_several_devices_overlap_only_if_they_hold_everything() -> None:
 
 def test_a_device_that_tells_nothing_of_its_memory_gets_no_layers() -> None:
     silent = Device(name="GPU0", kind="gpu", free=0, total=0)
-    found = placed(moe(), (silent, *gpus(24 * GIB), host(64 * GIB)), Request(n_ctx=131_072))
+    found = placed(moe(), (silent, *gpus(24 * GIB), host(64 * GIB)), PlacementRequest(n_ctx=131_072))
     assert found.tensor_split == (0, 41)
     assert found.needs[0].total == 0
 
 
 def test_an_integrated_device_has_the_memory_of_the_host() -> None:
     shared = Device(name="Vulkan0", kind="integrated", free=24 * GIB, total=32 * GIB)
-    assert placed(moe(), (shared, host(24 * GIB)), Request(n_ctx=131_072)).level == 1
+    assert placed(moe(), (shared, host(24 * GIB)), PlacementRequest(n_ctx=131_072)).level == 1
     with pytest.raises(DoesNotFit):
-        placed(moe(), (shared, host(12 * GIB)), Request(n_ctx=131_072))
+        placed(moe(), (shared, host(12 * GIB)), PlacementRequest(n_ctx=131_072))
 
 
 def host_margin(free: int) -> int:
@@ -268,8 +270,8 @@ def host_margin(free: int) -> int:
 
 
 def test_weights_are_read_to_memory_where_a_device_copies_them_and_images_have_room_too() -> None:
-    assert placed(moe(), (*gpus(24 * GIB), host(64 * GIB)), Request(n_ctx=131_072)).use_mmap
-    request = Request(n_ctx=131_072)
+    assert placed(moe(), (*gpus(24 * GIB), host(64 * GIB)), PlacementRequest(n_ctx=131_072)).use_mmap
+    request = PlacementRequest(n_ctx=131_072)
     assert not placed(moe(), ONE, request).use_mmap
     tight = placed(moe(), ONE, request).needs[-1].total - host_margin(64 * GIB) + host_margin(0) + GIB
     assert placed(moe(), (*gpus(16 * GIB), host(tight)), request).use_mmap
@@ -329,7 +331,7 @@ def test_a_pattern_finds_the_experts_of_its_layers_only(layers: set[int]) -> Non
 
 def test_the_users_patterns_come_first() -> None:
     mine = (("ffn_up_exps", "CUDA0"),)
-    found = placed(moe(), ONE, Request(n_ctx=131_072, overrides=mine))
+    found = placed(moe(), ONE, PlacementRequest(n_ctx=131_072, overrides=mine))
     assert found.overrides[:1] == mine
     assert len(found.overrides) == 2
 
@@ -352,7 +354,7 @@ def test_what_fitting_cannot_be_asked(asked: dict[str, Any], why: str) -> None:
 
 
 def test_an_error_names_what_would_fit() -> None:
-    request = Request(n_ctx=131_072, pool=None, n_gpu_layers=-1, n_cpu_moe=0, n_ubatch=2048, type_k="f16")
+    request = PlacementRequest(n_ctx=131_072, pool=None, n_gpu_layers=-1, n_cpu_moe=0, n_ubatch=2048, type_k="f16")
     with pytest.raises(DoesNotFit) as failed:
         placed(moe(), ONE, request)
     error = failed.value
@@ -366,7 +368,7 @@ def test_an_error_names_what_would_fit() -> None:
 
 
 def test_what_needs_two_changes_names_both() -> None:
-    request = Request(n_ctx=262_144, pool=None, n_gpu_layers=-1, n_cpu_moe=38, type_k="f16", n_ubatch=512)
+    request = PlacementRequest(n_ctx=262_144, pool=None, n_gpu_layers=-1, n_cpu_moe=38, type_k="f16", n_ubatch=512)
     devices = (*gpus(5 * GIB), host(64 * GIB))
     with pytest.raises(DoesNotFit) as failed:
         placed(moe(), devices, request)
@@ -375,7 +377,7 @@ def test_what_needs_two_changes_names_both() -> None:
 
 def test_a_host_that_is_too_small_is_named() -> None:
     with pytest.raises(DoesNotFit, match=r"^CPU has .* Take a smaller model") as failed:
-        placed(moe(), (host(8 * GIB),), Request(n_ctx=8192))
+        placed(moe(), (host(8 * GIB),), PlacementRequest(n_ctx=8192))
     assert failed.value.remedies == ()
 
 
@@ -400,7 +402,7 @@ def measured(placement: Placement, more: int) -> Measure:
     )
 
 
-def rounds(more: list[int], request: Request) -> tuple[list[Placement], Placement]:
+def rounds(more: list[int], request: PlacementRequest) -> tuple[list[Placement], Placement]:
     tried: list[Placement] = []
 
     def measure(placement: Placement) -> Measure:
@@ -420,13 +422,13 @@ def rounds(more: list[int], request: Request) -> tuple[list[Placement], Placemen
 
 
 def test_a_placement_that_takes_less_than_was_thought_is_kept() -> None:
-    tried, found = rounds([-50 * MIB], Request(n_ctx=131_072))
+    tried, found = rounds([-50 * MIB], PlacementRequest(n_ctx=131_072))
     assert len(tried) == 1
     assert found.needs[0].compute == tried[0].needs[0].compute - 50 * MIB
 
 
 def test_what_a_placement_takes_beyond_is_taken_from_the_pool_and_then_from_the_experts() -> None:
-    request = Request(n_ctx=131_072, n_ubatch=512)
+    request = PlacementRequest(n_ctx=131_072, n_ubatch=512)
     tried, found = rounds([80 * MIB] * 3, request)
     before = tried[0]
     left = before.needs[0].left
@@ -440,12 +442,12 @@ def test_what_a_placement_takes_beyond_is_taken_from_the_pool_and_then_from_the_
 def test_three_rounds_and_no_more() -> None:
     more = [size * GIB for size in (4, 8, 12)]
     with pytest.raises(DoesNotFit) as failed:
-        rounds(more, Request(n_ctx=131_072))
+        rounds(more, PlacementRequest(n_ctx=131_072))
     assert failed.value.device == "CUDA0"
     assert "Of 3 placements each took more" in str(failed.value)
     assert failed.value.remedies
     with pytest.raises(DoesNotFit) as failed:
-        rounds([800 * MIB, 1600 * MIB, 2400 * MIB], Request(n_ctx=131_072, n_ubatch=512))
+        rounds([800 * MIB, 1600 * MIB, 2400 * MIB], PlacementRequest(n_ctx=131_072, n_ubatch=512))
     (margin,) = failed.value.remedies
     assert not margin.enough
     over = failed.value.needs["margin"] + failed.value.needed - failed.value.free
@@ -456,7 +458,7 @@ def test_three_rounds_and_no_more() -> None:
 
 
 def test_a_table_tells_of_every_device() -> None:
-    found = placed(moe(), ONE, Request(n_ctx=131_072))
+    found = placed(moe(), ONE, PlacementRequest(n_ctx=131_072))
     text = table.table(found, ONE)
     head, gpu, cpu, last = text.splitlines()
     assert head.split()[:3] == ["device", "free", "weights"]
@@ -467,7 +469,7 @@ def test_a_table_tells_of_every_device() -> None:
 
 
 def test_a_document_adds_up() -> None:
-    found = placed(moe(), ONE, Request(n_ctx=131_072))
+    found = placed(moe(), ONE, PlacementRequest(n_ctx=131_072))
     document = json.loads(json.dumps(table.document(found, ONE)))
     for device in document["devices"]:
         assert device["free"] - sum(device["needs"].values()) == device["left"] >= 0

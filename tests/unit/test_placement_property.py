@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvflash_ggml.config import Fit
 from kvflash_ggml.errors import DoesNotFit
 from kvflash_ggml.placement.plan import plan
-from kvflash_ggml.placement.sizes import HOST, Device, ModelSizes, Request
+from kvflash_ggml.placement.sizes import HOST, Device, ModelSizes, PlacementRequest
 from tests.support.placements import (
     GIB,
     MIB,
@@ -32,7 +32,7 @@ Devices = tuple[Device, ...]
 
 
 @given(models(), machines(), requests, compute_of)
-def test_nothing_is_over_a_budget(sizes: ModelSizes, devices: Devices, request: Request, of: Buffers) -> None:
+def test_nothing_is_over_a_budget(sizes: ModelSizes, devices: Devices, request: PlacementRequest, of: Buffers) -> None:
     try:
         placement = plan(sizes, devices, request, compute(devices, of))
     except DoesNotFit:
@@ -44,7 +44,7 @@ def test_nothing_is_over_a_budget(sizes: ModelSizes, devices: Devices, request: 
 
 
 @given(models(), machines(), requests, compute_of)
-def test_what_is_fixed_stays(sizes: ModelSizes, devices: Devices, request: Request, of: Buffers) -> None:
+def test_what_is_fixed_stays(sizes: ModelSizes, devices: Devices, request: PlacementRequest, of: Buffers) -> None:
     try:
         placement = plan(sizes, devices, request, compute(devices, of))
     except DoesNotFit:
@@ -62,7 +62,7 @@ def test_what_is_fixed_stays(sizes: ModelSizes, devices: Devices, request: Reque
 
 @given(models(), machines(), requests, compute_of, st.integers(0, 2), st.integers(1, 4000))
 def test_more_memory_never_gives_fewer_expert_layers(
-    sizes: ModelSizes, devices: Devices, request: Request, of: Buffers, which: int, more: int
+    sizes: ModelSizes, devices: Devices, request: PlacementRequest, of: Buffers, which: int, more: int
 ) -> None:
     """Nor fewer layers. Of a device's: what is left to the host there does not matter here."""
     assume(which < len(devices) - 1)
@@ -83,7 +83,9 @@ def test_more_memory_never_gives_fewer_expert_layers(
 
 
 @given(models(), machines(), requests, compute_of)
-def test_a_remedy_that_is_enough_fits(sizes: ModelSizes, devices: Devices, request: Request, of: Buffers) -> None:
+def test_a_remedy_that_is_enough_fits(
+    sizes: ModelSizes, devices: Devices, request: PlacementRequest, of: Buffers
+) -> None:
     with_room = (*devices[:-1], host(max(devices[-1].free, 20 * GIB)))
     request = replace(request, n_gpu_layers=request.n_gpu_layers or -1)
     error = None
@@ -123,7 +125,9 @@ def test_no_more_experts_are_on_the_host_than_a_reservation_by_bytes_leaves(
         return reserve(slot=slot, n_ctx=n_ctx, pool=pool, fixed=fixed, **total)
 
     assume(oracle(fixed).budget > 0)
-    request = Request(n_ctx=n_ctx, pool=pool, n_ubatch=512, type_k="f16", n_gpu_layers=-1, fit=Fit(margin=margin))
+    request = PlacementRequest(
+        n_ctx=n_ctx, pool=pool, n_ubatch=512, type_k="f16", n_gpu_layers=-1, fit=Fit(margin=margin)
+    )
     placement = plan(sizes, devices, request, compute(devices, lambda n_ubatch, pool: 0))
     cold = max(0, 40 * experts - oracle(fixed).budget)
     assert len(placement.host_experts) <= -(-cold // experts)
@@ -133,7 +137,7 @@ def test_no_more_experts_are_on_the_host_than_a_reservation_by_bytes_leaves(
 @pytest.mark.parametrize("name", [HOST, "CUDA0"])
 def test_free_memory_can_be_named(name: str) -> None:
     devices = (*gpus(64 * GIB), host(64 * GIB))
-    request = Request(n_ctx=8192, n_gpu_layers=-1, n_cpu_moe=0, fit=Fit(free={name: 1 * MIB}))
+    request = PlacementRequest(n_ctx=8192, n_gpu_layers=-1, n_cpu_moe=0, fit=Fit(free={name: 1 * MIB}))
     with pytest.raises(DoesNotFit) as failed:
         plan(moe(), devices, request, compute(devices, lambda n_ubatch, pool: 0))
     assert failed.value.device == name

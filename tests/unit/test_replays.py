@@ -23,7 +23,7 @@ from kvflash_ggml.sequence import scoring as kept
 from kvflash_ggml.sequence.prefill import extend, prefix_to_keep
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.snapshot import format as written
-from kvflash_ggml.state.session import Layout
+from kvflash_ggml.state.session import RowForm
 
 PROMPT = text(900, 3)
 MEMORIES: list[dict[str, Any]] = [{}, {"recurrent": True}, {"n_swa": 80}, {"asynchronous": True}]
@@ -231,8 +231,8 @@ def test_what_other_heads_have_found_is_not_taken_from_a_file(world: Any) -> Non
         """Of other heads, as its statistics say."""
 
         @property
-        def layout(self) -> Layout:
-            return Layout("other", 4)
+        def layout(self) -> RowForm:
+            return RowForm("other", 4)
 
     session = world()
     ask(session)

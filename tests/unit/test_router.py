@@ -17,7 +17,7 @@ from kvflash_ggml.server.app import ANSWERS
 from kvflash_ggml.server.errors import ApiError
 from kvflash_ggml.server.settings import ServerSettings
 from kvflash_router import model_folder
-from kvflash_router.engines import FAILED_S, EngineError, Engines
+from kvflash_router.engines import FAILED_S, Engines, LoadError
 from kvflash_router.model_folder import FolderModel
 from kvflash_router.router import Router, make_router
 
@@ -53,7 +53,7 @@ class Fake:
             self.told.append(f"kill {name}")
             raise
         if name in self.broken:
-            raise EngineError("it is no model")
+            raise LoadError("it is no model")
         if name in self.odd:
             raise ValueError("it says nothing that can be read")
         self.time += self.took

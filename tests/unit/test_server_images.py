@@ -16,7 +16,7 @@ from support.fake_server import Server
 
 from kvflash_ggml.batching.messages import Request
 from kvflash_ggml.errors import ConfigError
-from kvflash_ggml.media.files import Limits
+from kvflash_ggml.media.files import MediaLimits
 from kvflash_ggml.server import fetch, images
 from kvflash_ggml.server.errors import ApiError
 from kvflash_ggml.server.images import Images
@@ -318,7 +318,7 @@ def test_a_sound_stands_where_it_was_sent() -> None:
     assert read(one)[:3] == ["user: a<", ROWS[1][1], ""]
     assert read(one)[4] == "><"
     assert one.prompts.seen == [FILES[1], FILES[0]]
-    assert one.prompts.limits == Limits(pixels=7, seconds=5)
+    assert one.prompts.limits == MediaLimits(pixels=7, seconds=5)
 
 
 @pytest.mark.parametrize(

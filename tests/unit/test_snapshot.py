@@ -26,7 +26,7 @@ from kvflash_ggml.sequence import restore
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.snapshot.container import BytesSource, FileSource
-from kvflash_ggml.state.session import Layout
+from kvflash_ggml.state.session import RowForm
 
 LENGTH = 700
 
@@ -318,13 +318,13 @@ def test_another_policy_reads_the_keys_again(data: bytes, world: Any, caplog: An
     assert not session.scoring.pending
 
 
-@pytest.mark.parametrize("layout", [Layout("crc32", 8), Layout("crc32 of something else", 4)])
-def test_statistics_of_another_layout_are_made_anew(layout: Layout, data: bytes, world: Any) -> None:
+@pytest.mark.parametrize("layout", [RowForm("crc32", 8), RowForm("crc32 of something else", 4)])
+def test_statistics_of_another_layout_are_made_anew(layout: RowForm, data: bytes, world: Any) -> None:
     class Other(Digest):
         loaded = False
 
         @property
-        def layout(self) -> Layout:
+        def layout(self) -> RowForm:
             return layout
 
         def load(self, rows: Any) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvflash_ggml.arrays import Floats
 from kvflash_ggml.policy.base import Keys, KeyShape, Rows, ScoreRequest, register
 from kvflash_ggml.policy.heads import split
-from kvflash_ggml.state.session import Layout
+from kvflash_ggml.state.session import RowForm
 
 MISSING = -2.0
 """Below any cosine: a chunk without a finite statistic must not outrank one with a negative correlation."""
@@ -42,8 +42,8 @@ class StatisticScorer(ABC):
         ...
 
     @property
-    def layout(self) -> Layout:
-        return Layout(f"{self.name} float32", sum(index[:1].nbytes for index in self._index))
+    def layout(self) -> RowForm:
+        return RowForm(f"{self.name} float32", sum(index[:1].nbytes for index in self._index))
 
     def dump(self, n_chunks: int) -> Rows:
         return list(np.concatenate([_rows(index, n_chunks) for index in self._index], axis=1))
