@@ -139,6 +139,54 @@ def test_what_has_too_many_ways(models: dict[str, Path]) -> None:
     assert accepted(models["dense"], taken, tokens=24) == [True] * len(taken)
 
 
+ALLOWED = """
+import json, sys
+import numpy as np
+from kvflash_ggml import Llama
+import llama_cpp
+llm = Llama(sys.argv[1], vocab_only=True, verbose=False)
+text = llm.tokenize(sys.argv[2].encode(), add_bos=False)
+data = (llama_cpp.llama_token_data * llm.n_vocab())()
+rows = llama_cpp.llama_token_data_array(data, len(data), -1, False)
+for grammar in json.load(sys.stdin):
+    sampler = llama_cpp.llama_sampler_init_grammar(llm._model.vocab, grammar.encode(), b"root")
+    found = []
+    for token in text:
+        for at, one in enumerate(data):
+            one.id, one.logit = at, 0.0
+        llama_cpp.llama_sampler_apply(sampler, rows)
+        found.append([one.id for one in data if np.isfinite(one.logit)])
+        llama_cpp.llama_sampler_accept(sampler, token)
+    print(json.dumps(found), flush=True)
+"""
+
+
+def allowed(model: Path, text: str, grammars: Sequence[str]) -> list[list[list[int]]]:
+    """The tokens that each grammar allows before each token of a text."""
+    line = [sys.executable, "-c", ALLOWED, str(model), text]
+    done = subprocess.run(line, input=json.dumps(grammars), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+EQUAL = {
+    "(.?){200}": ".{0,200}",
+    "(.?){9}": ".{0,9}",
+    "([a-z]?){200}": "[a-z]{0,200}",
+    "(((.?){100}){10})": ".{0,1000}",
+    "((.?){30} (.?){30})*": ".*",
+}
+"""Ways to write one language: with many equal ways through it, and with few."""
+
+
+def test_equal_ways_are_followed_once(models: dict[str, Path]) -> None:
+    """Before each token as many stacks are looked at as differ, so that the work that is allowed suffices for all."""
+    found = allowed(models["dense"], "information", [f"root ::= {text}" for pair in EQUAL.items() for text in pair])
+    assert len(found) == 2 * len(EQUAL)
+    for many, few, text in zip(found[::2], found[1::2], EQUAL, strict=True):
+        assert many == few, text
+
+
 @pytest.mark.parametrize("text", ["root ::= (((.?){100}){10})", "root ::= ((.?){30} (.?){30})*"])
 def test_what_is_accepted_takes_bounded_work(models: dict[str, Path], text: str) -> None:
     """A thousand ways lead to a thousand others at each character. Without a bound one token takes minutes."""
@@ -152,8 +200,8 @@ def test_many_words(models: dict[str, Path]) -> None:
 
 
 def test_where_no_way_goes_on(models: dict[str, Path]) -> None:
-    """The text ends: of 10,000 ways those are left that lead to no third "a", or there has never been one."""
-    many = " | ".join(f'"a" next "{i}"' for i in range(100))
+    """The text ends: of 40,000 ways those are left that lead to no third "a", or there has never been one."""
+    many = " | ".join(f'"a" next "{i}"' for i in range(200))
     rules = ['root ::= "a"* | one', f"one ::= {many.replace('next', 'two')}", f"two ::= {many.replace('next', 'last')}"]
     cut_off = "\n".join([*rules, 'last ::= "b"'])
     assert accepted(models["dense"], [cut_off, 'root ::= "b"'], tokens=4) == [True] * 2
