@@ -177,13 +177,13 @@ def check(
         if report is not None:
             check_writable(report)
         settings = offloading(loading, devices) | loading.settings() | devices.settings() | {"verbose": log.verbose}
-        found, machine = Check(model, settings, seconds=60 * minutes, quiet=log.quiet).run(pool)
+        found, machine = Comparison(model, settings, seconds=60 * minutes, quiet=log.quiet).run(pool)
         if report is not None:
             report.write_text(markdown(found, machine), encoding="utf-8")
     say(lines(found), found.document() | {"machine": machine}, as_json=as_json, indent=2)
 
 
-class Check:
+class Comparison:
     """Opens a model in turns without and with a pool. settings: of `Llama`, but for the context and the pool."""
 
     def __init__(self, path: str, settings: Mapping[str, Any], *, seconds: float, quiet: bool) -> None:

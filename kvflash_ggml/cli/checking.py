@@ -41,7 +41,7 @@ SURE = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Speed:
+class CacheSpeed:
     """What one cache did at one depth, in tokens: tokens a second, reading and then answering."""
 
     depth: int
@@ -58,7 +58,7 @@ class Arm:
     """
 
     pool: int | None
-    speeds: list[Speed] = field(default_factory=list)
+    speeds: list[CacheSpeed] = field(default_factory=list)
     right: list[bool] = field(default_factory=list)
     memory: int = 0
     pages: int = 0
@@ -69,7 +69,7 @@ class Arm:
 
 
 @dataclass(slots=True, kw_only=True)
-class Pace:
+class MachinePace:
     """How fast this machine is. reading: the time of tokens. step: seconds of one token of a short text's answer."""
 
     reading: ReadingTime = field(default_factory=ReadingTime)
@@ -84,7 +84,7 @@ class Pace:
         return 2 * (self.reading.seconds(length) + QUESTIONS * ask + len(DEPTHS) * STEPS * step) + heads
 
 
-def lengths(pace: Pace, seconds: float, *, most: int, calibrates: bool) -> list[int]:
+def lengths(pace: MachinePace, seconds: float, *, most: int, calibrates: bool) -> list[int]:
     """Return the lengths that can be tried, the best one first: what the time allows, and shorter ones.
 
     most: tokens that the model was trained for, and the shortest length is tried whatever the time.
@@ -101,14 +101,14 @@ def lengths(pace: Pace, seconds: float, *, most: int, calibrates: bool) -> list[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
+class FactText:
     """The tokens of a text with facts in it, and of each question with the value that answers it."""
 
     tokens: list[int]
     asks: list[tuple[list[int], str]]
 
 
-def compose(llm: Any, length: int) -> Text:
+def compose(llm: Any, length: int) -> FactText:
     """Return a text of about `length` tokens with its questions, in the model's chat template if it has one."""
 
     def tokenize(text: str) -> list[int]:
@@ -124,7 +124,7 @@ def compose(llm: Any, length: int) -> Text:
             asked = tokenize(documents.question(words) if after is None else f"\n\nQuestion: {words}")
             end = [] if after is None else list(llm.tokenize(after.encode(), add_bos=False, special=True))
             asks.append((asked + end, fact.value))
-    return Text(tokens=tokens, asks=asks)
+    return FactText(tokens=tokens, asks=asks)
 
 
 _MARK = "KVFLASH TEXT"
@@ -161,7 +161,7 @@ def is_right(reply: str, value: str) -> bool:
     return re.search(rf"\b{re.escape(value)}\b", reply, re.IGNORECASE) is not None
 
 
-def measure(llm: Any, text: Text, length: int, *, more: Callable[[int], bool], taken: Callable[[], int]) -> Arm:
+def measure(llm: Any, text: FactText, length: int, *, more: Callable[[int], bool], taken: Callable[[], int]) -> Arm:
     """Read the text, answer at each depth and answer the questions.
 
     more: called with the number of questions that were asked, to see whether another one is. taken: bytes of memory
@@ -181,7 +181,7 @@ def measure(llm: Any, text: Text, length: int, *, more: Callable[[int], bool], t
             for _ in range(STEPS):
                 next(stream)
         rate = STEPS / (time.perf_counter() - warm)
-        arm.speeds.append(Speed(depth=depth, read=(depth - done) / (read - began), decode=rate))
+        arm.speeds.append(CacheSpeed(depth=depth, read=(depth - done) / (read - began), decode=rate))
         arm.memory = max(arm.memory, taken())
         done = depth
     for asked, value in text.asks:
@@ -210,9 +210,9 @@ def _reply(llm: Any, prompt: list[int], value: str) -> str:
     return reply
 
 
-def pace_of(llm: Any) -> Pace:
+def pace_of(llm: Any) -> MachinePace:
     """Read a short text and answer, to see how fast this machine is."""
-    pace, text = Pace(), compose(llm, PROBE).tokens
+    pace, text = MachinePace(), compose(llm, PROBE).tokens
     began = time.perf_counter()
     for done in range(CHUNK, PROBE + 1, CHUNK):
         llm.eval(text[done - CHUNK : done])

@@ -15,11 +15,13 @@ from click.testing import CliRunner
 
 from kvflash_ggml.calibration import documents
 from kvflash_ggml.cli import checking, main
-from kvflash_ggml.cli.check import Check, Finding, lines, markdown
-from kvflash_ggml.cli.checking import QUESTIONS, Arm, Pace, Speed, compose, is_right, lengths
+from kvflash_ggml.cli.check import Comparison, Finding, lines, markdown
+from kvflash_ggml.cli.checking import QUESTIONS, Arm, CacheSpeed, MachinePace, compose, is_right, lengths
 from kvflash_ggml.errors import ConfigError
 
-SPEEDS = [Speed(depth=depth, read=500.0, decode=rate) for depth, rate in ((2048, 20.0), (4096, 15.0), (8192, 10.0))]
+SPEEDS = [
+    CacheSpeed(depth=depth, read=500.0, decode=rate) for depth, rate in ((2048, 20.0), (4096, 15.0), (8192, 10.0))
+]
 FULL = Arm(pool=None, speeds=SPEEDS, right=[True] * 20 + [False] * 4, memory=400 << 20)
 POOLED = Arm(
     pool=1024, speeds=[replace(one, decode=21.0) for one in SPEEDS], right=[True] * 19 + [False] * 4 + [True],
@@ -59,7 +61,7 @@ def test_the_table_has_both_caches() -> None:
 
 def test_a_report_names_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvflash_ggml.placement.memory.devices", lambda: ())
-    machine = Check("/home/somebody/model.gguf", {}, seconds=1, quiet=True)._machine()
+    machine = Comparison("/home/somebody/model.gguf", {}, seconds=1, quiet=True)._machine()
     text = markdown(FOUND, machine)
     assert text.startswith("### kvflash-run check\n\nThis pool of 1,024 tokens")
     assert "| answer at 8,192 tokens (tok/s) | 10.0 | 21.0 |" in text
@@ -80,8 +82,8 @@ def test_the_document_has_every_figure() -> None:
 # --- the length
 
 
-def pace(*, token: float, seen: float = 0.0) -> Pace:
-    made = Pace(step=0.01)
+def pace(*, token: float, seen: float = 0.0) -> MachinePace:
+    made = MachinePace(step=0.01)
     for n in (512, 1024, 1536):
         made.reading.add(n, token * n + seen * n**2)
     return made
@@ -186,7 +188,7 @@ def test_questions_are_asked_while_there_is_time(monkeypatch: pytest.MonkeyPatch
         def detokenize(self, ids: list[int]) -> bytes:
             return b"black"
 
-    text = checking.Text(tokens=list(range(1040)), asks=[([1], "black"), ([2], "pink"), ([3], "black")])
+    text = checking.FactText(tokens=list(range(1040)), asks=[([1], "black"), ([2], "pink"), ([3], "black")])
     monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(llama_vocab_is_eog=lambda vocab, token: False))
     arm = checking.measure(Model(), text, 1024, more=lambda done: done < 2, taken=lambda: 7)
     assert [speed.depth for speed in arm.speeds] == [256, 512, 1040]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,6 +131,18 @@ def test_there_are_no_circles(package: Path) -> None:
         for name in free:
             del left[name]
     assert sorted(left) == [], "these import each other, or one that does"
+
+
+@pytest.mark.parametrize("name", sorted(ORDER.keys() - {"llama"}))  # which has two of one name still
+def test_a_room_has_one_class_of_a_name(name: str) -> None:
+    classes = Counter(
+        node.name
+        for module, path in modules().items()
+        if room(module) == name
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in classes.items() if count > 1] == []
 
 
 def test_locks_are_entered_by_with() -> None:
