@@ -175,6 +175,7 @@ class RawAnswer(AnswerWriter):
     ) -> None:
         super().__init__(asked)
         self._alias, self._n_ctx = front.settings.alias, front.scheduler.model.n_ctx
+        self._slot = 0 if len(front.scheduler.slots) == 1 else -1  # of several, which one is not told
         self._request, self._prompt, self._index = request, prompt, index
         self._lines = False
 
@@ -189,7 +190,7 @@ class RawAnswer(AnswerWriter):
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Piece):
             self._lines |= "\n" in event.text
-            said = {"index": self._index, "content": event.text, "stop": False, "id_slot": 0}
+            said = {"index": self._index, "content": event.text, "stop": False, "id_slot": self._slot}
             yield frame({**said, **self._told(event.logprobs)})
         elif isinstance(event, Finished):
             yield frame(self._chosen(self._last(event, "")))
@@ -234,7 +235,7 @@ class RawAnswer(AnswerWriter):
             "content": text,
             **shown,
             "tokens": list(finished.tokens) if asked.return_tokens else [],
-            "id_slot": 0,
+            "id_slot": self._slot,
             "stop": True,
             "model": self._alias,
             "tokens_predicted": took.generated,

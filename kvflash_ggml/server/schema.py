@@ -282,8 +282,8 @@ class _Sampled(_Samplers):  # type: ignore[misc]
     json_schema: dict[str, Any] | None = Field(None, validation_alias=AliasChoices("json_schema", "guided_json"))
     response_format: ResponseFormat | None = None
     kvflash: PoolFields = PoolFields.model_construct()
-    # known to other servers' clients, without effect here
     id_slot: Whole | None = None
+    # known to other servers' clients, without effect here
     user: str | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
