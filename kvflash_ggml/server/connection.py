@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .. import system
 from .errors import ApiError
+from .intake import PROBE_S
 
 MAX_HEAD = 16 << 10
 """Bytes of a head, and of the trailers behind a body. h11 bounds only those that come in several reads."""
@@ -70,6 +71,7 @@ class Connection(H11Protocol):
     _unread_timer: asyncio.TimerHandle | None = None
     _turn: asyncio.Handle | None = None
     _deaf = False
+    _ended = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -99,6 +101,27 @@ class Connection(H11Protocol):
             self._await_client()
         else:
             self._stop()
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Keep the connection of a client that has sent all of its request, and awaits the answer.
+
+        A client that has left looks the same, until something is written: then its system resets the connection. With
+        TLS the transport cannot stay open.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body or self.scheme == "https":
+            return None
+        self._ended = True
+        cycle.message_event.set()  # who streams an answer writes something
+        self._probe(cycle)
+        return True
+
+    def _probe(self, cycle: Any) -> None:
+        """Write what a client passes over before its answer, and again in a while. HTTP/1.0 has nothing like it."""
+        if cycle.response_started or self.transport.is_closing() or cycle.scope["http_version"] == "1.0":
+            return
+        self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[], reason="Continue")))
+        self.loop.call_later(PROBE_S, self._probe, cycle)
 
     def handle_events(self) -> None:
         """Parse what has come, up to `MAX_EVENTS`. For the rest the loop comes back, and nothing is read meanwhile."""
@@ -142,6 +165,8 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._ended and self.cycle is not None and self.cycle.response_complete:
+            self.transport.close()  # no other request is on its way
         if self._answered():
             self._await_client()
             if any(name == b"transfer-encoding" for name, _ in self.headers) and self.transport.can_write_eof():

@@ -20,7 +20,7 @@ from ..chat.reader import AnswerReader
 from ..chat.values import Delta, Said
 from ..errors import KVFlashError
 from .errors import ApiError, from_failure
-from .intake import disconnected
+from .intake import PROBE_S
 from .usage import report, timings, together, usage
 
 MAX_HELD = 1 << 20
@@ -148,6 +148,8 @@ class Inbox:
         self._put = self._taken = 0  # bytes, each counted on its own thread
         self._full = False
         self._ready = asyncio.Event()
+        self._late = asyncio.Event()
+        self._most_s: float | None = None  # of a wait
 
     def put(self, event: Event) -> None:
         """Add an event, from any thread. One that comes after the loop has ended is dropped."""
@@ -165,9 +167,11 @@ class Inbox:
         return self._full
 
     async def get(self, timeout_s: float | None = None) -> Event | None:
-        """Return the next event; None if none comes in time."""
+        """Return the next event; None if none comes in time, or to `hurry`."""
         # a timer and not wait_for, which makes a task for each token
-        late = asyncio.Event()
+        late = self._late = asyncio.Event()
+        if timeout_s is not None and self._most_s is not None:
+            timeout_s = min(timeout_s, self._most_s)
         timer = None if timeout_s is None else self._loop.call_later(timeout_s, self._time_is_up, late)
         while not self._events and not late.is_set():
             self._ready.clear()
@@ -182,6 +186,11 @@ class Inbox:
         if self._full and self._put - self._taken <= MAX_HELD // 2:
             self._on_room()
         return event
+
+    def hurry(self, most_s: float) -> None:
+        """End this wait for an event, and each later one after so many seconds."""
+        self._most_s = most_s
+        self._time_is_up(self._late)
 
     def _time_is_up(self, late: asyncio.Event) -> None:
         late.set()
@@ -218,8 +227,9 @@ class Exchange:
         self._watcher = asyncio.create_task(self._watch(receive))
 
     async def _watch(self, receive: Receive) -> None:
-        """Cancel the request when its client leaves."""
-        await disconnected(receive)
+        """Cancel the request when its client leaves. One that sends nothing more may have: writing to it tells."""
+        while (await receive())["type"] != "http.disconnect":
+            self._inbox.hurry(PROBE_S)
         self.cancel()
 
     @property

@@ -35,6 +35,9 @@ MAX_FETCHES = 8
 SLOWEST = 16 << 10
 """Bytes a second of a body, beyond the time that a client may take anyway."""
 
+PROBE_S = 1.0
+"""From one look at a client that has sent its last byte to the next: has it left, or does it wait for its answer?"""
+
 KEY = "kvflash.key"
 """Where in a request's scope its key's digest is."""
 
@@ -134,9 +137,12 @@ class Intake:
 
 
 async def disconnected(receive: Receive) -> None:
-    """Return when the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    """Return when the client has left, or has said that it sends nothing more: the message behind its last one."""
+    more = True
+    while more and (message := await receive())["type"] != "http.disconnect":
+        more = message.get("more_body", False)
+    if not more:
+        await receive()
 
 
 def client_of(scope: Scope) -> str:

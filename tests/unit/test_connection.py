@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import selectors
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -19,6 +20,7 @@ from support.fake_model import FakeModel, FakePrompts
 from uvicorn.server import ServerState
 
 from kvflash_ggml.batching.scheduler import Scheduler
+from kvflash_ggml.server import connection, exchange
 from kvflash_ggml.server.app import make_app
 from kvflash_ggml.server.connection import MAX_EVENTS, MAX_HEAD, bounded
 from kvflash_ggml.server.front import Front
@@ -89,6 +91,10 @@ class Client:
             await self.send(data[i : i + 1])
             await asyncio.sleep(STALL_S / 10)
 
+    def end(self) -> None:
+        """Say that nothing more is sent."""
+        self._writer.write_eof()
+
     async def reply(self) -> tuple[int, Any]:
         """The next one, with all of its body."""
         while True:
@@ -117,8 +123,10 @@ class Client:
         await self._task
 
 
-def run(work: Callable[[Callable[[], Any]], Awaitable[None]], *, keep_alive_s: float = 60) -> None:
-    scheduler = Scheduler(FakeModel())
+def run(
+    work: Callable[[Callable[[], Any]], Awaitable[None]], *, keep_alive_s: float = 60, model: FakeModel | None = None
+) -> None:
+    scheduler = Scheduler(model or FakeModel())
     front = Front(ServerSettings(alias="fake", stall_timeout_s=STALL_S), scheduler, FakePrompts())
     app, state = make_app(front, Metrics()), ServerState()
 
@@ -480,3 +488,75 @@ def test_a_request_for_websockets_logs_nothing(caplog: pytest.LogCaptureFixture)
 
     run(ask)
     assert not caplog.records
+
+
+# --- clients that say that they send nothing more
+
+
+GO_ON = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def posted(*, stream: bool = False, version: str = "1.1") -> bytes:
+    body = json.dumps({"prompt": "a", "max_tokens": 2, "stream": stream})
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The model waits for it before each step."""
+    for module in (connection, exchange):
+        monkeypatch.setattr(module, "PROBE_S", STALL_S / 10)
+    return threading.Event()
+
+
+@pytest.mark.parametrize(
+    ("sent", "meanwhile", "answers"),
+    [
+        (posted(), GO_ON, [b"HTTP/1.1 200"]),
+        (posted(stream=True), b": ", [b"HTTP/1.1 200", b"data: [DONE]"]),
+        (posted(version="1.0"), b"", [b"HTTP/1.1 200"]),
+        (posted() * 2, b"", [b"HTTP/1.1 200", b"HTTP/1.1 200"]),
+    ],
+    ids=["whole", "stream", "HTTP/1.0", "two"],
+)
+def test_a_client_that_has_sent_all_gets_its_answers(
+    sent: bytes, meanwhile: bytes, answers: list[bytes], gate: threading.Event
+) -> None:
+    async def work(connect: Any) -> None:
+        async with connect() as client:
+            await client.send(sent)
+            client.end()
+            await client.until(meanwhile)
+            gate.set()
+            came = await client.rest()
+            for answer in answers:
+                assert answer in came
+                came = came.partition(answer)[2]
+            assert (GO_ON in came) is False
+
+    run(work, model=FakeModel(on_step=gate.wait))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_has_left_is_not_computed_for(stream: bool, gate: threading.Event) -> None:
+    async def work(connect: Any) -> None:
+        async with connect() as client:
+            await client.send(posted(stream=stream))
+            while not connect.open:
+                await asyncio.sleep(0.01)
+        while connect.open:
+            await asyncio.sleep(0.01)
+        gate.set()
+
+    run(work, model=FakeModel(on_step=gate.wait))
+
+
+def test_a_request_that_is_cut_off_has_no_answer(gate: threading.Event) -> None:
+    async def work(connect: Any) -> None:
+        async with connect() as client:
+            await client.send(posted()[:-1])
+            client.end()
+            assert await client.rest() == b""
+
+    run(work)
