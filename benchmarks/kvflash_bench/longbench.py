@@ -10,7 +10,6 @@ import click
 
 from . import report
 from .graded import Kept, Sample, by_task, settings_of, summary, tenth
-from .grading import ask_all
 from .plans_texts import LongBench
 from .tasks_longbench import DATA_SETS, name_of_set, read, score
 
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
 
 
 def run(model: str, plan: LongBench, options: dict[str, Any]) -> None:
+    from .grading import ask_all  # here: it loads the library
+
     questions = read(plan.data, plan.tasks, plan.samples)
     text = hashlib.sha256("".join(one.context for some in questions.values() for one in some[:1]).encode())
     kept = Kept(plan.out, settings_of(model, data=text.hexdigest()[:16]))
