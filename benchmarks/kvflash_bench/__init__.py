@@ -24,6 +24,7 @@ VERBS = (
     verb("longbench", plans_texts.LongBench, "longbench"),
     verb("scores", plans_texts.Scores, "study"),
     verb("faults", plans_texts.Faults, "faults"),
+    verb("doubts", plans_texts.Doubts, "doubts"),
     verb("reading", plans_texts.Reading, "reading"),
     verb("loss", plans_texts.Loss, "loss"),
     verb("conversations", plans_texts.Conversations, "conversing"),

@@ -161,6 +161,18 @@ class Faults(Asked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Doubts(OfText):
+    """Which signal of an answer tells that the pool has lost a value that the full cache finds."""
+
+    contexts: tuple[int, ...] = option("4K", DOCUMENTS, type=Numbers())
+    pools: tuple[int, ...] = option("512,1K", "Pools, in tokens.", type=Numbers())
+    tasks: tuple[str, ...] = option("turning,listing,forms,whole", "See recall.", type=Names())
+    taus: tuple[int, ...] = option("0,64", "Tokens between two reselections; 0 for the default.", type=Numbers())
+    trials: int = option(1, "Of each task and set.", type=COUNT)
+    seed: int = option(0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Reading(OfText):
     """Loss of what a document repeats while it is read: with reselection meanwhile, and at the prompt's end only."""
 

@@ -131,16 +131,20 @@ def gold_chunks(ask: Ask, shift: int) -> list[int]:
     return sorted({pos // CHUNK for lo, hi in ask.gold for pos in range(lo + shift, hi + shift)})
 
 
-def run_case(llm: Llama, case: Case, *, task: str, seed: int) -> Iterator[Outcome | Read]:
-    """Read the document and ask its questions. A single prompt is read in one call with its document."""
+def run_case(llm: Llama, case: Case, *, task: str, seed: int, there: int = 0) -> Iterator[Outcome | Read]:
+    """Read the document and ask its questions. A single prompt is read in one call with its document.
+
+    there: tokens of the document that the llm has read already.
+    """
     document = prompt_tokens(llm, case)
     shift = shift_of(llm, case)
     alone = all(ask.goes_on for ask in case.asks[1:])
     before = _counters(llm)
-    llm.reset()
+    if not there:
+        llm.reset()
     if alone:
         document += tail_tokens(llm, case, case.asks[0])
-    yield _read(llm, lambda: document)
+    yield _read(llm, lambda: document[there:])
     state = None if alone else llm.save_state()
     for ask in case.asks:
         if ask.goes_on:

@@ -350,7 +350,7 @@ def test_heads_that_are_found_meanwhile_change_no_promised_bit(
     promise: dict[str, Any], pooled: Callable[..., Any], dense: Calibration, tokens: npt.NDArray[np.int32]
 ) -> None:
     """When they are found depends on the clock."""
-    config = KVFlashConfig(pool=1536, policy="qk", tau=16, **promise)
+    config = KVFlashConfig(pool=1536, policy="qk", **promise)
     llm = pooled(kvflash=config, kvflash_policy=None, kvflash_tau=None, kvflash_calibrate=None)
     units = inside(llm).session.scoring.scorer.units.tolist()
     inside(llm).finder._found = dense

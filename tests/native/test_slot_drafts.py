@@ -200,7 +200,7 @@ def test_an_answer_leaves_in_the_midst_of_a_draft_and_goes_on(llama: Callable[..
 
 def test_drafts_are_refused_where_others_must_change_no_bit() -> None:
     with pytest.raises(ConfigError, match="deterministic_batch: drafts change how many rows"):
-        KVFlashConfig(parallel=2, tau=16, deterministic_batch=True, spec=NGRAM)
+        KVFlashConfig(parallel=2, deterministic_batch=True, spec=NGRAM)
 
 
 @pytest.mark.parametrize("kind", ["dense", "iswa"])

@@ -399,7 +399,7 @@ def test_a_deterministic_batch_has_the_bits_of_a_lone_answer(llama: Callable[...
 def test_a_deterministic_batch_needs_memory_that_is_pooled(llama: Callable[..., Any]) -> None:
     for kind in ("hybrid", "iswa"):
         with pytest.raises(ConfigError, match=r"deterministic_batch: .*: leave it out"):
-            llama(kind, kvflash=KVFlashConfig(pool=2048, parallel=2, tau=16, deterministic_batch=True))
+            llama(kind, kvflash=KVFlashConfig(pool=2048, parallel=2, deterministic_batch=True))
 
 
 def test_a_cancelled_answer_changes_no_other(llama: Callable[..., Any], tokens: Tokens) -> None:
