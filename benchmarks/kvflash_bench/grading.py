@@ -78,7 +78,9 @@ def _ask_way(
     """Ask the samples that are not kept yet. Returns the device it ran on."""
     arm = way.arm
     fields: dict[str, Any] = {"answer": way.answer} | ({"spec": SpecConfig.read(way.drafts)} if way.drafts else {})
-    with opened(model, n_ctx=arm.context, options=options, pool=arm.pool, policy=arm.policy, fields=fields) as llm:
+    with opened(
+        model, n_ctx=arm.context, options=options, pool=arm.pool, policy=arm.policy, fields=fields, swa_full=False
+    ) as llm:
         frame = frame_of(llm)
         around = len(_tokens(llm, frame, _prompt(frame, "", ""))) + SEAMS
         for context, name, task, index in keys:

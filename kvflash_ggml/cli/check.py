@@ -246,7 +246,7 @@ class Comparison:
 
         self._free = {device.name: device.free for device in memory.devices() if device.kind != "host"}
         self._resident = system.resident_bytes()
-        given = {"flash_attn": True, **self._settings, **settings}
+        given = {"flash_attn": True, "swa_full": False, **self._settings, **settings}  # of the full cache as of a pool
         with closing(model.create_llama(model_path=self._path, n_ctx=n_ctx, **given)) as llm:
             yield llm
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ pytestmark = pytest.mark.usefixtures("known_heads")
 FIXED = {"n_batch": 128, "n_ubatch": 128, "n_threads": 1, "n_threads_batch": 1, "flash_attn": True, "verbose": False}
 
 
-@pytest.mark.parametrize("kind", ["dense", "hybrid"])
-def test_both_caches_are_asked_the_same(kind: str, models: dict[str, Path], loaded: None) -> None:
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])
+def test_both_caches_are_asked_the_same(kind: str, model: Callable[[str], Path], loaded: None) -> None:
     from kvflash_ggml import KVFlashConfig, Llama
 
     arms = []
-    for pool in (None, KVFlashConfig(pool=512, reading="exact")):
-        llm = Llama(str(models[kind]), n_ctx=1280, kvflash=pool, **FIXED)
+    for pool in (None, KVFlashConfig(pool=512, reading="exact", calibrate=False)):
+        llm = Llama(str(model(kind)), n_ctx=1280, kvflash=pool, swa_full=False, **FIXED)
         text = checking.compose(llm, 1024)
         arms.append(checking.measure(llm, text, 1024, more=lambda done: done < 3, taken=lambda: 5))
         llm.close()
