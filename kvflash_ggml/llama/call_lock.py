@@ -35,7 +35,7 @@ class CallLock:
         self.take()
 
     def check_open(self) -> None:
-        """KVFlashError for a model that was closed. The caller has the lock."""
+        """Raise KVFlashError for a model that was closed. The caller has the lock."""
         if self._closed:
             raise KVFlashError(CLOSED)
 
@@ -49,7 +49,7 @@ class CallLock:
             self._writer = None
 
     def whole(self, stream: Generator[T, Any, Any]) -> Iterator[T]:
-        """The only piece of a generator, which is closed in the same turn."""
+        """Yield the only piece of a generator, which is closed in the same turn."""
         with self.lock:
             self.check_open()
             piece = next(stream)
@@ -57,7 +57,7 @@ class CallLock:
         yield piece
 
     def pieces(self, stream: Generator[T, Any, Any]) -> Iterator[T]:
-        """A generator, each piece in a turn of its own."""
+        """Yield what a generator does, each piece in a turn of its own."""
         try:
             while True:
                 with self.lock:
@@ -71,7 +71,7 @@ class CallLock:
             stream.close()  # without the lock: what changes the text has its own turn to end
 
     def writing(self, stream: GeneratorType[T, Any, Any]) -> Generator[T, Any, None]:
-        """The same for one that changes the text, and can be sent values. KVFlashError once somebody else has."""
+        """Yield what a generator does that changes the text, and send it values. KVFlashError once another call has."""
         sent: Any = None
         begun = False
         try:
@@ -117,7 +117,7 @@ class CallLock:
 
 
 def locked(method: F) -> F:
-    """A method that reads what the model holds."""
+    """Lock a method that reads what the model holds."""
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -129,7 +129,7 @@ def locked(method: F) -> F:
 
 
 def changing(method: F) -> F:
-    """A method after which no generator can go on with its text."""
+    """Lock a method after which no generator can go on with its text."""
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +142,7 @@ def changing(method: F) -> F:
 
 
 def writing(method: F) -> F:
-    """A generator that continues the text."""
+    """Let a generator continue the text."""
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

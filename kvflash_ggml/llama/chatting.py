@@ -105,7 +105,7 @@ class Chatting:
 
     @contextmanager
     def _shown(self, rendered: Rendered) -> Iterator[None]:
-        """The answer has the special tokens that its format needs."""
+        """Let the answer have the special tokens that its format needs."""
         found = [self._llm.tokenize(text.encode(), add_bos=False, special=True) for text in rendered.preserved]
         tokenizer: Any = self._llm.tokenizer_
         tokenizer.shown = frozenset(tokens[0] for tokens in found if len(tokens) == 1)

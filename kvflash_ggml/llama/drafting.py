@@ -43,7 +43,7 @@ class Room:
 
 
 def room(llm: llama_cpp.Llama, config: KVFlashConfig, draft_model: object, *, n_batch: int, n_ubatch: int) -> Room:
-    """What the drafts that a model is asked for need. The model is loaded, its context is not made yet.
+    """Return what the drafts need that a model is asked for. It is loaded, and its context is not made yet.
 
     n_batch, n_ubatch: as they were asked for. The context's parameters do not have them yet if n_ctx is 0.
     """
@@ -60,7 +60,7 @@ def room(llm: llama_cpp.Llama, config: KVFlashConfig, draft_model: object, *, n_
 
 
 def likely(config: KVFlashConfig, draft_model: object) -> Room:
-    """What `room` will say at most of a model that has recurrent state, before that is known. Without kept_bytes."""
+    """Predict what `room` will say at most of a model that has recurrent state. Without kept_bytes."""
     if config.spec is None and draft_model is None and config.answer != "lossless":
         return Room()
     spec = config.spec or SpecConfig()
@@ -84,7 +84,7 @@ class Drafting:
     on_pool: DraftStats = field(default_factory=DraftStats)
 
     def after(self, speculator: Speculator) -> Drafting:
-        """With what came of drafts, and without drafters that are not asked any more: these may be closed."""
+        """Return this with what came of drafts, and without drafters that are not asked any more."""
         drafters = [drafter for drafter in self.drafters if drafter in speculator.drafters]
         nested = speculator.nested
         on_pool = self.on_pool if nested is None else nested.total
@@ -92,7 +92,7 @@ class Drafting:
 
 
 def search(model: Path, config: KVFlashConfig) -> tuple[Found, ...]:
-    """Who is to draft, before anything is loaded. ConfigError, and ConversionError for a file that does not fit."""
+    """Find who is to draft, before anything is loaded. ConfigError; ConversionError for a file that does not fit."""
     spec = config.spec
     if spec is None:
         return ()
@@ -102,11 +102,11 @@ def search(model: Path, config: KVFlashConfig) -> tuple[Found, ...]:
 
 
 def loads_head(found: Sequence[Found]) -> bool:
-    """Is a head of the model's own file to be loaded with it?"""
+    """Tell whether a head of the model's own file is to be loaded with it."""
     return any(one.type == MTP and one.file is None for one in found)
 
 
 def device_bytes(found: Sequence[Found]) -> int:
-    """Device memory that drafting models take, roughly: their weights, and what they compute with."""
+    """Estimate the device memory of drafting models: their weights, and what they compute with."""
     models = [one for one in found if one.type != NGRAM]
     return sum((one.file.stat().st_size if one.file is not None else 0) + COMPUTE_BYTES for one in models)

@@ -147,7 +147,7 @@ def _bytes(needs: Iterable[Needs]) -> int:
 
 
 def _params(settings: Any, n_tokens: int, pooling: Pooling | None) -> Any:
-    """llama_context_params of a text that is evaluated in one step. settings: those of the model's other context."""
+    """Return llama_context_params of a text that takes one step. settings: those of the model's other context."""
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = params.n_batch = params.n_ubatch = n_tokens
     params.n_threads, params.n_threads_batch = settings.n_threads, settings.n_threads_batch

@@ -102,7 +102,7 @@ def staged(config: KVFlashConfig | None, n_ctx: int) -> int:
 
 
 def without_loading(path: str, keywords: dict[str, Any]) -> tuple[Placement, tuple[Device, ...]]:
-    """Where a `Llama` with these keywords would go, and the devices. Raises what making it would, and DoesNotFit.
+    """Tell where a `Llama` with these keywords would go, and the devices. Raises what making it would, and DoesNotFit.
 
     If `fit` names a device that this machine lacks, only the devices that it names count. The placement is an estimate.
     """

@@ -79,7 +79,7 @@ class Image:
             self._encoder.media.expect(medium, partial(_encoded, image, i))
 
     def encode(self, i: int) -> Floats:
-        """The embeddings of a part. DecodeError if its encoder fails."""
+        """Return the embeddings of a part. DecodeError if its encoder fails."""
         if self._rows:
             return self._rows[i]
         parts = self._parts or self._split()[1]  # dropped since it was read
@@ -106,7 +106,7 @@ class ImageReader:
         self._lock = threading.RLock()  # the garbage collector may let one go that reads another
 
     def read(self, data: bytes, limits: MediaLimits, salt: str = "") -> Image:
-        """The image or the sound in a file, from any thread. salt: what is kept of it is for requests of the same salt.
+        """Read the image or sound in a file, from any thread. salt: what is kept of it is for requests of this salt.
 
         ConfigError for a file that is none or is too large, however hostile it is, for one that the projector does not
         take, and for one that a pool cannot place. HostMemoryError while requests hold too many.
@@ -147,7 +147,7 @@ class ImageReader:
             self._lent -= lent
 
     def split(self, data: bytes, limits: MediaLimits, name: str) -> tuple[_Told, list[_Part]]:
-        """What stands for an image or a sound of this name, and its parts to encode. Raises as `read`."""
+        """Return what stands for an image or a sound of this name, and its parts to encode. Raises as `read`."""
         encoder = self.encoder
         mtmd, context = encoder.mtmd, encoder.context
         bitmap = encoder.bitmap(data, limits, name)
@@ -182,5 +182,5 @@ class ImageReader:
 
 
 def image_reader_of(llm: Any) -> ImageReader | None:
-    """What reads media for a model, None for one that takes none. ConfigError where something drafts beside them."""
+    """Return what reads media for a model, None for one that takes none. ConfigError where something drafts too."""
     return ImageReader(llm) if isinstance(llm.chat_handler, vision.HANDLERS) else None

@@ -12,7 +12,7 @@ from ..native import library
 
 
 def replaced(spec: ModuleSpec) -> ModuleSpec:
-    """The spec of llama_cpp, whose loading ends with `install` if the environment asks for it."""
+    """Return the spec of llama_cpp, whose loading ends with `install` if the environment asks for it."""
     if not env.install():
         return spec
     assert spec.loader is not None

@@ -35,7 +35,7 @@ def install(**defaults: Unpack[Keywords]) -> None:
 
 
 def _environment() -> dict[str, Any]:
-    """Keywords that the variables ask for."""
+    """Read the keywords that the variables ask for."""
     keywords = config.from_environment()
     size = keywords.pop("kvflash_cache_size", None)
     if "kvflash_cache" in keywords and size is not None:

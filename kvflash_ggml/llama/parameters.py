@@ -89,7 +89,7 @@ class Request:
 
 
 def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
-    """What is asked for. below: defaults. TypeError for an unknown keyword, ConfigError for what cannot work."""
+    """Read what is asked for. below: defaults. TypeError for an unknown keyword, ConfigError for what cannot work."""
     given = over(keywords, below)
     check_names(given)
     check_kinds(given)
@@ -275,7 +275,7 @@ def merge(kvflash: KVFlashConfig | int | str | None, fields: dict[str, Any]) -> 
 
 
 def _asked(kvflash: KVFlashConfig | int | str | None) -> KVFlashConfig | dict[str, Any] | None:
-    """A configuration, the fields of one, or None without a pool."""
+    """Return a configuration, the fields of one, or None without a pool."""
     if not isinstance(kvflash, str):
         return kvflash if kvflash is None or isinstance(kvflash, KVFlashConfig) else {"pool": kvflash}
     try:
