@@ -31,7 +31,7 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
     return int(differs[0]) if len(differs) else n
 
 
-def numbers(tokens: Sequence[int] | Int64s) -> Int64s:
+def numbers(tokens: Sequence[int] | Int32s | Int64s) -> Int64s:
     """Return tokens as int64. TypeError for anything but a row of whole numbers: nothing is rounded."""
     try:
         found = np.asarray(tokens) if len(tokens) else np.empty(0, np.int64)

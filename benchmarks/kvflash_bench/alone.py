@@ -39,11 +39,11 @@ def lone_answers(llm: Llama, said: Sequence[Sequence[int]], *, most: int) -> Ans
         text += part
         request = Request(id="", tokens=np.asarray(text, np.int32), max_tokens=most, sampling=GREEDY)
         drawn: list[int] = []
-        with closing(
-            model.generate(request, branch=branch_of(model, request), progress=lambda done, total: None)
-        ) as stream:
+        task = model.begin(request, branch=branch_of(model, request), progress=lambda done, total: None)
+        with closing(task.steps()) as stream:
             for token in stream:
-                assert isinstance(token, int), "the model has one text"
+                if not isinstance(token, int):
+                    continue  # a step, which is computed alone when this goes on
                 if not drawn:
                     model.checkpoint()
                 drawn.append(token)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvflash_ggml.arrays import Int32s
     from kvflash_ggml.llama.llama import Llama
-    from kvflash_ggml.llama.reader import Reader
+    from kvflash_ggml.runtime.text import Text
     from kvflash_ggml.sequence.sequence import Sequence
     from kvflash_ggml.speculation.draft import Draft
     from kvflash_ggml.speculation.loop import Speculator
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 def session_of(llm: Llama) -> Sequence | None:
     """The text and its pool; None without a pool."""
-    return llm._reader.sequence
+    return llm._at_hand.sequence
 
 
 def paged(llm: Llama) -> Sequence:
     """The text and its pool, of a model that has one."""
-    assert llm._reader.sequence is not None
-    return llm._reader.sequence
+    assert llm._at_hand.sequence is not None
+    return llm._at_hand.sequence
 
 
-def reader_of(llm: Llama) -> Reader:
-    """What evaluates tokens for a model, and draws them."""
-    return llm._reader
+def text_of(llm: Llama) -> Text:
+    """The text of a model, which evaluates tokens and draws them."""
+    return llm._at_hand
 
 
 def device_of(llm: Llama) -> str:
     """The device that computes, as a report names it; "" without a pool."""
-    return llm._reader.sequence.engine.info.device if llm._reader.sequence is not None else ""
+    return llm._at_hand.sequence.engine.info.device if llm._at_hand.sequence is not None else ""
 
 
 def wait(llm: Llama) -> None:
@@ -46,7 +46,7 @@ def likeliest(llm: Llama) -> int:
 
 def step(llm: Llama, tokens: Int32s, outputs: Any, *, stream: bool) -> None:
     """Evaluate some tokens in one step. outputs: LAST or EVERY, of `sequence.step`. stream: the whole text is seen."""
-    paged(llm).evaluate(tokens, outputs, llm._reader.after_step, stream=stream)
+    paged(llm).evaluate(tokens, outputs, llm._at_hand.after_step, stream=stream)
 
 
 def verify_and_drop(llm: Llama, tokens: Int32s) -> Int32s:
@@ -54,24 +54,24 @@ def verify_and_drop(llm: Llama, tokens: Int32s) -> Int32s:
     session = paged(llm)
     session.finish(session.prepare_drafts(tokens, None))
     picks = session.engine.argmax(range(len(tokens)))
-    llm._reader.keep(0)
+    llm._at_hand.keep(0)
     session.settle()
     return picks
 
 
 def speculator_of(llm: Llama) -> Speculator | None:
     """What asks the drafters; None where nobody drafts."""
-    return llm._reader.speculator
+    return llm._at_hand.speculator
 
 
 def use_speculator(llm: Llama, speculator: Speculator | None) -> None:
     """Let this one ask the drafters from now on."""
-    llm._reader.speculator = speculator
+    llm._at_hand.speculator = speculator
 
 
 def drafted(llm: Llama, root: int) -> Draft | None:
     """What the drafter proposes after a token, without what only fills the step."""
-    speculator = llm._reader.speculator
+    speculator = llm._at_hand.speculator
     assert speculator is not None
     return None if speculator.propose(paged(llm), root) is None else speculator._draft
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from kvflash_ggml.arrays import Floats, Int32s, common_prefix
 from kvflash_ggml.config import SpecConfig
-from kvflash_ggml.llama.pool_drafter import Draw, PoolDrafter
 from kvflash_ggml.llama.speculating import HOPES, SERIAL
+from kvflash_ggml.runtime.pool_drafter import Draw, PoolDrafter
 from kvflash_ggml.sequence.step import EVERY
 from kvflash_ggml.speculation.decision import WIDTHS, Controller, Controls, Fixed
 from kvflash_ggml.speculation.draft import Draft
@@ -26,7 +26,7 @@ from kvflash_ggml.speculation.loop import Speculator
 
 from . import report
 from .greedy import compute_for, generate, random_prompt
-from .inside import device_of, likeliest, paged, reader_of, speculator_of, step, use_speculator
+from .inside import device_of, likeliest, paged, speculator_of, step, text_of, use_speculator
 from .opening import opened
 from .oracle import Oracle
 from .plans import Spec
@@ -76,7 +76,7 @@ class Told(PoolDrafter):
     """Decodes on the pool, by itself or with drafts of a source, and draws what the oracle says."""
 
     def __init__(self, llm: Llama, oracle: Oracle, source: Source | None, nested: Speculator | None) -> None:
-        super().__init__(reader_of(llm), nested)
+        super().__init__(text_of(llm), nested)
         self._oracle, self._source = oracle, source
         self._said: list[int] = []
         self._length = 0

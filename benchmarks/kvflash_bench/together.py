@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvflash_ggml.constants import CHUNK, round_up
-from kvflash_ggml.llama.opening import open_beside
+from kvflash_ggml.llama.opening import texts_of
 from kvflash_ggml.sequence import together
 from kvflash_ggml.sequence.step import LAST
 
 from . import serving
 from .asks import Ask, Case
-from .inside import paged
 from .opening import opened
 from .outcomes import Plan as Trials
 from .recall import MAX_NEW, TAIL_ROOM, cases, prompt_tokens, tail_tokens
 
 if TYPE_CHECKING:
-    from kvflash_ggml.llama.llama import Llama
+    from kvflash_ggml.runtime.text import Text as Opened
     from kvflash_ggml.sequence.sequence import Sequence as Text
 
 WARM = 8
@@ -48,18 +47,18 @@ class Pace:
 
 
 @contextmanager
-def texts_on(model: str, count: int, share: int, *, n_ctx: int, options: dict[str, Any]) -> Iterator[list[Llama]]:
-    """Models that hold one text each, of a pool in which each text has `share` tokens."""
+def texts_on(model: str, count: int, share: int, *, n_ctx: int, options: dict[str, Any]) -> Iterator[list[Opened]]:
+    """The texts of a pool in which each text has `share` tokens."""
     pool = count * round_up(share, CHUNK)
     with opened(model, n_ctx=n_ctx, options=options, pool=pool, policy="qk", fields={"parallel": count}) as llm:
-        yield [llm, *(open_beside(llm, seq) for seq in range(1, count))]
+        yield [one.text for one, _ in texts_of(llm)]
 
 
-def step(llms: Sequence[Llama], tokens: Sequence[int]) -> list[int]:
+def step(texts: Sequence[Opened], tokens: Sequence[int]) -> list[int]:
     """Add a token to each text, in one step. Returns the likeliest token after each."""
     prepared = []
-    for llm, token in zip(llms, tokens, strict=True):
-        text = paged(llm)
+    for one, token in zip(texts, tokens, strict=True):
+        text = one.pooled
         text.begin(1)
         prepared.append((text, text.prepare_answer(np.array([token], np.int32), LAST)))
     for error in together.compute(prepared):
@@ -72,19 +71,19 @@ def pace(model: str, count: int, *, length: int, share: int, decode: int, seed: 
     """Read `count` random texts by the pool, and decode until each has `length` tokens."""
     random = np.random.default_rng(seed)
     n_ctx = 2 * max(length, share)  # chunks leave, and looks are made, as in a long conversation
-    with texts_on(model, count, share, n_ctx=n_ctx, options=options) as llms:
-        drawn = random.integers(10, min(llms[0].n_vocab() - 10, 4000), (count, length)).astype(np.int32)
-        for llm, tokens in zip(llms, drawn, strict=True):
-            llm.eval(tokens[: length - decode - WARM].tolist())
+    with texts_on(model, count, share, n_ctx=n_ctx, options=options) as found:
+        drawn = random.integers(10, min(found[0].model.n_vocab - 10, 4000), (count, length)).astype(np.int32)
+        for one, tokens in zip(found, drawn, strict=True):
+            one.evaluate(tokens[: length - decode - WARM].tolist())
         steps = drawn[:, length - decode - WARM :].T.tolist()
         for tokens in steps[:WARM]:
-            step(llms, tokens)
-        texts, outside = [paged(llm) for llm in llms], []
+            step(found, tokens)
+        texts, outside = [one.pooled for one in found], []
         engine, page_ins, looks = texts[0].engine, _page_ins(texts), _look_seconds(texts)
         began = time.perf_counter()
         for tokens in steps[WARM:]:
             inside, start = engine.decode_seconds, time.perf_counter()
-            step(llms, tokens)
+            step(found, tokens)
             outside.append(time.perf_counter() - start - (engine.decode_seconds - inside))
         wall = time.perf_counter() - began
         return Pace(

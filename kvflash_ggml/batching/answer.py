@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -26,7 +25,7 @@ from .messages import (
     Started,
     Usage,
 )
-from .model import Model, Paused, Pending
+from .model import Model, Paused, Pending, Task
 from .queue import Job
 from .slot import Slot
 
@@ -46,7 +45,7 @@ class TextStream:
         self.stopped: str | None = None
 
     def push(self, piece: bytes, logprob: Logprob | None = None) -> tuple[str, tuple[Logprob, ...]]:
-        """More bytes of the text. Returns what is final now, and what is told of its tokens."""
+        """Add bytes of the text. Returns what is final now, and what is told of its tokens."""
         if logprob is not None:
             self._waiting.append((self._start + len(self._held), logprob))
         self._held += self._decoder.decode(piece)
@@ -62,7 +61,7 @@ class TextStream:
         return self._release(len(self._held) - self._beginning())
 
     def finish(self) -> tuple[str, tuple[Logprob, ...]]:
-        """The text has ended: what was held back is final, and half a character is a replacement mark."""
+        """End the text: what was held back is final, and half a character is a replacement mark."""
         if self.stopped is None:
             self._held += self._decoder.decode(b"", True)
         return self._release(len(self._held), everything=True)
@@ -77,7 +76,7 @@ class TextStream:
         return text, tuple(final)
 
     def _beginning(self) -> int:
-        """How many characters at the end could begin a stop string."""
+        """Return how many characters at the end could begin a stop string."""
         longest = max(len(word) for word in self._stop) - 1
         for count in range(min(longest, len(self._held)), 0, -1):
             tail = self._held[-count:]
@@ -108,34 +107,30 @@ ENDS: Mapping[type[Exception], str] = {
 """What ends an answer, with its code. The text stays at hand."""
 
 
-class PutAside(Exception):
-    """The reader has enough for now: `make` goes on from here when it is called again."""
-
-
 class Answer:
-    """check: called between two steps; what it raises ends the answer, and what was read stays at hand. between: called
-    between two steps of the prompt, with the tokens read.
+    """An answer: `begin` takes a slot for it, and `advance` goes on until there is an `end`.
 
     started: when the text was at hand; 0.0 before. name: the identifier that its conversation gets, "" for the one it
-    has. conversation: that identifier, once it is known. preview: None for an answer that is none.
+    has. conversation: that identifier, once it is known. preview: None for an answer that is none. read_yet: tokens
+    that were read in this turn, and that are to be; an estimate before the first step. waits: its reader has enough for
+    now, and `begin` goes on from here. end: once it has come to its end.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        clock: Callable[[], float],
-        *,
-        check: Callable[[], None],
-        between: Callable[[int], None] = lambda done: None,
-    ) -> None:
+    def __init__(self, job: Job, clock: Callable[[], float]) -> None:
         self._job = job
         self._clock = clock
-        self._check = check
-        self._between = between
         self._began = clock()
+        self._model: Model | None = None  # of its slot, while it is made
+        self._task: Task | None = None
+        self._steps: Generator[int | Pending | None] | None = None
+        self._newest = 0.0  # when the newest token of this turn was drawn
+        self._limit = 0
+        self.waits = False
+        self.end: Finished | None = None
         self.started = self._first = self._last = 0.0
         self._to_read = 1
         self._read_yet: int | None = None
+        self.read_yet = 0, 0
         self._tokens: list[int] = []
         self._before: Mapping[str, Any] = {}
         self._text = TextStream(job.request.stop)
@@ -157,6 +152,16 @@ class Answer:
         return None if done is None or self._first else (done, self._to_read)
 
     @property
+    def reads(self) -> bool:
+        """Whether its prompt is being read in steps of its own."""
+        return self._task is not None and self._task.reads
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether its text is being read again, which was lost between two tokens."""
+        return self.reads and self._newest > 0
+
+    @property
     def usage(self) -> Usage:
         """So far."""
         request, now = self._job.request, self._clock()
@@ -173,12 +178,8 @@ class Answer:
             preview=self.preview,
         )
 
-    def make(self, slot: Slot, beside: Sequence[Slot] = ()) -> Generator[Pending | None, None, Finished]:
-        """Make the answer in a slot, or go on with it, its pieces to the job's sink. Returns what ends it. PutAside.
-
-        Yields each step that may be computed with others, and None when a token has been drawn and sent, or another
-        prompt may begin. beside: see `Slot.take`.
-        """
+    def begin(self, slot: Slot, beside: Sequence[Slot] = ()) -> None:
+        """Take a slot, or go on in one with what was put aside. beside: see `Slot.take`. ContextFull."""
         request, model, sink = self._job.request, slot.model, self._job.sink
         room = model.n_ctx - len(request.tokens)
         if room < 1:
@@ -197,11 +198,43 @@ class Answer:
             sink(Started(conversation=conversation.id, preview=self.preview))
             self.started = self._clock()
         branch = slot.branch(request) if self._paused is None else None
-        with closing(model.generate(request, branch=branch, progress=self._progress, paused=self._paused)) as stream:
-            reason = yield from self._read(model, stream, min(request.max_tokens, room))
+        self._model, self._limit, self._newest, self.waits = model, min(request.max_tokens, room), 0.0, False
+        self.read_yet = 0, len(request.tokens) - model.usable(request.tokens)
+        self._task = model.begin(request, branch=branch, progress=self._progress, paused=self._paused)
+        self._steps = self._task.steps()
+
+    def advance(self, rows: int | None = None) -> Pending | None:
+        """Go on to the next step, which may be computed with others, and return it.
+
+        rows: tokens of a step of its prompt, at most; None for as many as fit. None is returned where a token was drawn
+        and sent, another prompt may begin, or the answer is over for now.
+        """
+        assert self._steps is not None
+        if self.reads and self._model is not None:
+            self._model.limit_prompt_steps(rows)
+        token = next(self._steps, "length")
+        if token is None or not isinstance(token, (int, str)):
+            return token
+        reason = token if isinstance(token, str) else self._take(token)
+        if reason is not None:
+            self._finish(reason)
+        return None
+
+    def close(self) -> None:
+        """Leave the slot: nothing more is made for now."""
+        if self._model is not None and self._steps is not None:
+            model, self._model = self._model, None
+            self._steps.close()
+            model.ended()
+
+    def _finish(self, reason: str) -> None:
+        """Send what was held back, and note how the answer ended."""
+        model = self._model
+        assert model is not None
+        self.close()
         self._tell(*self._text.finish())
         model.checkpoint()
-        return Finished(
+        self.end = Finished(
             reason=reason,
             usage=self.usage,
             stop=self._text.stopped,
@@ -221,46 +254,38 @@ class Answer:
         self.preview = Preview(read=len(tokens), prompt=len(request.tokens))
         return replace(request, tokens=tokens, reading=None, reuse=False)
 
-    def _read(
-        self, model: Model, stream: Iterator[int | Pending | None], limit: int
-    ) -> Generator[Pending | None, None, str]:
-        """Take at most so many tokens, and return why the answer ends: "stop" or "length". PutAside."""
-        request = self._job.request
+    def _take(self, token: int) -> str | None:
+        """Send a token. Returns why the answer ends with it, "stop" or "length"; None where it goes on."""
+        request, model = self._job.request, self._model
+        assert model is not None
         endless = request.ignore_eos and request.sampling.grammar is None  # nothing may follow a grammar's end
-        before = 0.0
-        for token in stream:
-            if not isinstance(token, int):
-                yield token
-                continue
-            self._last = self._clock()
-            if before:
-                self.gaps.append(self._last - before)
-            elif request.prompt_logprobs:
-                self._tell("", model.prompt_logprobs())
-            before = self._last
-            self._first = self._first or self._last
-            if limit == 0:
-                break
-            if model.ends(token) and not endless:
-                if request.prompt_logprobs:  # programs that measure take the last token for the answer's
-                    self._tell(*self._text.push(b"", model.logprob(token, request.logprobs or 0)))
-                return "stop"
-            self._tokens.append(token)
-            logprob = None if request.logprobs is None else model.logprob(token, request.logprobs)
-            piece = request.preserved.get(token)
-            self._tell(*self._text.push(model.piece(token) if piece is None else piece, logprob))
-            if len(self._tokens) == 1:  # another turn, or this one again, goes on from the prompt's end
-                model.checkpoint()
-            if self._text.stopped is not None:
-                return "stop"
-            if len(self._tokens) >= limit:
-                break
-            if self._job.full() and request.reuse and self.preview is None:
-                self._paused = model.pause(self._tokens)
-                raise PutAside
-            self._check()
-            yield None
-        return "length"
+        before, self._newest = self._newest, self._clock()
+        self._last = self._newest
+        if before:
+            self.gaps.append(self._last - before)
+        elif request.prompt_logprobs:
+            self._tell("", model.prompt_logprobs())
+        self._first = self._first or self._last
+        if self._limit == 0:
+            return "length"
+        if model.ends(token) and not endless:
+            if request.prompt_logprobs:  # programs that measure take the last token for the answer's
+                self._tell(*self._text.push(b"", model.logprob(token, request.logprobs or 0)))
+            return "stop"
+        self._tokens.append(token)
+        logprob = None if request.logprobs is None else model.logprob(token, request.logprobs)
+        piece = request.preserved.get(token)
+        self._tell(*self._text.push(model.piece(token) if piece is None else piece, logprob))
+        if len(self._tokens) == 1:  # another turn, or this one again, goes on from the prompt's end
+            model.checkpoint()
+        if self._text.stopped is not None:
+            return "stop"
+        if len(self._tokens) >= self._limit:
+            return "length"
+        if self._job.full() and request.reuse and self.preview is None:
+            self._paused, self.waits = model.pause(self._tokens), True
+            self.close()
+        return None
 
     def _tell(self, text: str, logprobs: tuple[Logprob, ...]) -> None:
         """Give the sink what is final."""
@@ -268,14 +293,12 @@ class Answer:
             self._job.sink(Piece(text=text, logprobs=logprobs))
 
     def _progress(self, done: int, total: int) -> None:
-        if not self._first:
+        self.read_yet = done, total
+        if not self._first:  # later the text is read again
             self._to_read, self._read_yet = total, done
-        self._check()
-        if done < total:  # behind the last step the logits are needed
-            self._between(done)
 
     def _report(self, model: Model) -> dict[str, Any]:
-        """What the pool did for this answer."""
+        """Report what the pool did for this answer."""
         now, before = model.counters(), self._before
         moved = {name: now[name] - before.get(name, 0) for name in ("page_ins", "page_outs")}
         kept = (
@@ -287,7 +310,7 @@ class Answer:
 
 
 def missed_of(request: Request, at: int | None, piece: Callable[[int], bytes]) -> Missed | None:
-    """Which message of a prompt differs at a token; None for none, or for the last one, which is news.
+    """Return which message of a prompt differs at a token; None for none, or for the last one, which is news.
 
     at: None for nowhere. piece: the bytes of a token.
     """
@@ -304,5 +327,5 @@ def missed_of(request: Request, at: int | None, piece: Callable[[int], bytes]) -
 
 
 def _dense(text: str) -> str:
-    """Without white space, which templates and tokenizers change."""
+    """Drop white space, which templates and tokenizers change."""
     return "".join(text.split())

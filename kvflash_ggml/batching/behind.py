@@ -17,10 +17,6 @@ MOST = 64
 """Prompts that wait here. Of more, the one that waits longest is not read: its next turn reads it, or is a preview."""
 
 
-class GaveWay(Exception):
-    """Somebody waits. The reading goes on later from where it is."""
-
-
 class Behind:
     """Prompts to be read, the newest first. Used on the engine's thread."""
 
@@ -44,7 +40,7 @@ class Behind:
         self._jobs.append(job)
 
     def take(self) -> Job | None:
-        """The one to read now; None if there is none."""
+        """Take the one to read now; None if there is none."""
         return self._jobs.pop() if self._jobs else None
 
     def forget(self, request: Request) -> None:
@@ -56,7 +52,7 @@ class Behind:
                 self._jobs.remove(job)
 
     def drop(self, id: str, access: Access) -> bool:
-        """A conversation goes; False if none of its name waits here."""
+        """Drop a conversation; False if none of its name waits here."""
         gone = [job for job in self._jobs if job.behind == id and access.may(job.request.salt)]
         for job in gone:
             self._jobs.remove(job)

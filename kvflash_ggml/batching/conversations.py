@@ -40,7 +40,7 @@ class Conversations:
         """The slot that was taken last, whose text is "the one at hand"."""
 
     def seen(self, access: Access, read: Callable[[], T]) -> T | None:
-        """What `read` tells of the text at hand; None if the text is not for this access. From any thread."""
+        """Return what `read` tells of the text at hand; None if that is not for this access. From any thread."""
         slot = self.slot
         before, value = slot.conversation, read()
         if not access.owner:
@@ -50,14 +50,14 @@ class Conversations:
         return value if mine else None
 
     def places(self, access: Access) -> dict[str, int]:
-        """How many conversations are where. From any thread: a conversation that moves meanwhile may count twice."""
+        """Count how many conversations are where. From any thread: one that moves meanwhile may count twice."""
         counts = {"device": sum(access.may(one.salt) for one in self._held()), "memory": 0, "folder": 0}
         for conversation in self._store:
             counts[conversation.where] += access.may(conversation.salt)
         return counts
 
     def keeps(self, id: str, access: Access) -> bool:
-        """Is a conversation known? From any thread; one that moves meanwhile may be missed on any but the engine's."""
+        """Tell whether a conversation is known. On another thread than the engine's one that moves may be missed."""
         held = any(one.id == id and access.may(one.salt) for one in self._held())
         return held or self._swapped(id, access) is not None
 
@@ -190,7 +190,7 @@ class Conversations:
             swapped.release()
 
     def _may(self, access: Access, slot: Slot) -> bool:
-        """May this access use the text in a slot? The owner of the server may, whatever there is. ConversationBusy."""
+        """Tell whether this access may use the text in a slot. The owner of the server always may. ConversationBusy."""
         mine = slot.conversation
         allowed = not access.owner if mine is None else access.may(mine.salt)
         if allowed:

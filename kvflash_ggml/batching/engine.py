@@ -78,11 +78,13 @@ class Engine:
         *,
         max_tokens: int = 256,
         stop: str | Sequence[str] = (),
+        priority: int = 0,
     ) -> AsyncIterator[Piece | Finished]:
         """Answer a prompt, text or tokens: yield its pieces as they come, and what it took at the end.
 
         The answer ends behind `max_tokens` tokens, before the text or one of the texts `stop`, or where the model ends
-        it. It is cancelled if the caller leaves the iterator. sampling: llama.cpp's defaults unless given.
+        it. It is cancelled if the caller leaves the iterator. sampling: llama.cpp's defaults unless given. priority:
+        prompts of a higher one are read first.
 
         ContextFull for a prompt without room in the context, KVFlashError for what else goes wrong with it, and in a
         process that `fork` has made.
@@ -94,7 +96,7 @@ class Engine:
             with suppress(RuntimeError):  # the loop has ended, and nobody reads any more
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        self._scheduler.submit(self._request(id, prompt, sampling, max_tokens, stop), tell)
+        self._scheduler.submit(self._request(id, prompt, sampling, max_tokens, stop, priority), tell)
         try:
             while True:
                 event = await events.get()
@@ -114,6 +116,7 @@ class Engine:
         *,
         max_tokens: int = 256,
         stop: str | Sequence[str] = (),
+        priority: int = 0,
         progress: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
         """Answer all prompts, and return the answers in the order of the prompts. Arguments: those of `generate`.
@@ -134,7 +137,8 @@ class Engine:
                     id = running[number] = self._name()
                     collected = _Collected(number, ended)
                     try:
-                        self._scheduler.submit(self._request(id, prompt, sampling, max_tokens, stop), collected)
+                        request = self._request(id, prompt, sampling, max_tokens, stop, priority)
+                        self._scheduler.submit(request, collected)
                     except ConfigError as err:
                         collected(Failed(code=INVALID, message=str(err)))
                 if not running:
@@ -158,16 +162,19 @@ class Engine:
         sampling: Sampling | None,
         max_tokens: int,
         stop: str | Sequence[str],
+        priority: int,
     ) -> Request:
-        """ConfigError for a prompt that is none or has no tokens or unknown ones, and for another wrong value."""
+        """Make a request. ConfigError for a prompt without tokens or with unknown ones, and for another wrong value."""
         if not isinstance(max_tokens, int) or max_tokens < 1:
             raise ConfigError(f"max_tokens={max_tokens!r}: a whole number of tokens, at least 1")
+        if not isinstance(priority, int):
+            raise ConfigError(f"priority={priority!r}: a whole number, higher ones first")
         if not isinstance(sampling, Sampling | None):
             raise ConfigError(f"sampling={sampling!r}: a Sampling, or None")
         if isinstance(prompt, str):
             prompt = self._llm.tokenize(prompt.encode("utf-8", "replace"), special=True)
         try:
-            tokens = self._llm._reader.known(prompt)
+            tokens = self._scheduler.model.known(prompt)
         except TypeError as err:
             raise ConfigError(f"the prompt {brief(repr(prompt))} is neither a text nor a list of tokens") from err
         if not len(tokens):
@@ -178,6 +185,7 @@ class Engine:
             max_tokens=max_tokens,
             sampling=Sampling() if sampling is None else sampling,
             stop=tuple(stop_texts(stop)),
+            priority=priority,
         )
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -18,13 +17,13 @@ from ..arrays import Int32s
 from ..chat.values import Grammar
 from ..errors import ConfigError, KVFlashError
 from ..llama import preview
-from ..llama.bias import with_bias
-from ..llama.overrides import answers, overridden, readings
 from ..logs import Progress
 from ..native import vocabulary
 from ..native.library import build_info
+from ..runtime.bias import with_bias
+from ..runtime.task import Request as Asked
+from ..runtime.task import Task
 from ..sequence import together
-from ..sequence.sequence import Sequence as Text
 from ..speculation.draft import DraftStats
 from ..speculation.loop import ANOTHER
 from ..state.session import SessionState
@@ -37,13 +36,15 @@ from .messages import Image, Logprob, Request
 from .model import Paused, Residency, ResidencyObserver
 
 if TYPE_CHECKING:
-    from ..llama.generation import Pending
     from ..llama.llama import Llama
-    from ..llama.reader import PromptEnd
+    from ..llama.stats import PoolStats
+    from ..runtime.saving import Saver
+    from ..runtime.task import Pending
+    from ..runtime.text import PromptEnd
 
 
 class SwappedSequence:
-    """A swapped-out text of a `Llama`. read_otherwise: see `LlamaModel`. end: see `Reader`."""
+    """A swapped-out text of a `Llama`. read_otherwise: see `LlamaModel`. end: see `runtime.text.Text`."""
 
     def __init__(
         self, saved: SessionState, *, stateful: bool, read_otherwise: bool = False, end: PromptEnd | None = None
@@ -75,7 +76,7 @@ def _levelled(steps: Sequence[Pending], max_rows: int, each: int) -> list[Pendin
     out, and are computed alone later.
     """
     rows = min(max(step.rows for step in steps), max_rows // len(steps), each)
-    return [step for step in steps if step.rows == rows or step.answer.level(step, rows)]
+    return [step for step in steps if step.rows == rows or step.task.level(step, rows)]
 
 
 MAX_ROWS = 64
@@ -86,49 +87,48 @@ SLOWEST_S = 5.0
 
 
 class LlamaModel:
-    """Drives a `Llama` with a pool by its public calls. KVFlashError for one without.
+    """Drives a text of a `Llama` with a pool; the first one has the others beside it. KVFlashError for one without.
 
     A text of which a request had some read in another way than the model reads is not kept in the prefix cache, nor is
     one that comes from a file: who opens its folder is promised that of the model.
     """
 
-    def __init__(self, llm: Llama) -> None:
-        if llm.kvflash is None or llm._config is None:
+    def __init__(self, llm: Llama, at_hand: tuple[Saver, PoolStats] | None = None) -> None:
+        if llm.kvflash is None:
             raise KVFlashError("a server parks conversations in a pool: make the Llama with kvflash=")
-        if llm._config.reading == "preview":
-            raise ConfigError("a server makes previews by request: make the Llama with kvflash_reading='auto'")
-        import llama_cpp
+        import llama_cpp  # here, as below: a fake model needs no llama_cpp
 
-        from ..llama.opening import open_beside  # here, as below: a fake model needs no llama_cpp
+        from ..llama.opening import texts_of
 
+        found = [at_hand] if at_hand is not None else texts_of(llm)
+        self._saver, self._stats = found[0]
+        self.text = self._saver.text
         self.llm = llm
-        self.n_ctx = llm.n_ctx()
-        self.prompt_rows = self._sequence.pool.n_ubatch
-        self.step_rows = min(MAX_ROWS, len(self._sequence.engine.token))
         self._images: dict[int, Sequence[Image]] = {}
-        self.beside: Sequence[LlamaModel] = ()
-        if llm._config.sequences > 1 and self._sequence.seq == 0:
-            self.beside = [LlamaModel(open_beside(llm, seq)) for seq in range(1, llm._config.sequences)]
-            for one in self.beside:
-                one._images = self._images
-        llm.kvflash_together = llm._config.sequences > 1
-        self._stats = llm.kvflash
+        self.beside: Sequence[LlamaModel] = [LlamaModel(llm, one) for one in found[1:]]
+        for one in self.beside:
+            one._images = self._images
+        sequence, model = self.text.pooled, self.text.model
+        if sequence.config.reading == "preview":
+            raise ConfigError("a server makes previews by request: make the Llama with kvflash_reading='auto'")
+        self.n_ctx = model.n_ctx
+        self.prompt_rows = sequence.pool.n_ubatch
+        self.step_rows = min(MAX_ROWS, len(sequence.engine.token))
         self.stateful = self._stats.stateful
-        self._speculator, self._drafts = llm._reader.speculator, True  # _drafts: of the newest request
-        vocab = llm._model.vocab
+        self._speculator, self._drafts = self.text.speculator, True  # _drafts: of the newest request
+        vocab = model.weights.vocab
         self._is_eog: Callable[[int], bool] = lambda token: bool(llama_cpp.llama_vocab_is_eog(vocab, token))
         self._watch = ResidencyObserver(self._stats.reasons)
         self._stats.watch(self._watch)
         self._pieces: dict[int, tuple[bytes, bool]] = {}
-        self.readings, self.answers = (*readings(llm), PREVIEW), answers(llm)
-        self._share = llm._config.preview_share
+        self.readings, self.answers = (*self.text.readings, PREVIEW), self.text.answers
         self._reading = self._stats.reading
         self._read_otherwise = False
         self._prompt: tuple[PromptLogprobs, Request] | None = None  # whose tokens are told
 
     @property
     def fingerprint(self) -> str:
-        facts = json.dumps(self.llm._saver.snapshots.fingerprint, sort_keys=True)
+        facts = json.dumps(self._saver.snapshots.fingerprint, sort_keys=True)
         return hashlib.sha256(facts.encode()).hexdigest()[:32]
 
     @property
@@ -138,100 +138,109 @@ class LlamaModel:
         return f"{devices}, {build['flavour']} build {build['patches_hash']} {build.get('cpu_library', '')}"
 
     def limit_prompt_steps(self, rows: int | None) -> None:
-        text = self._sequence
-        if not text.config.same_bits:
-            text.n_ubatch = min(text.pool.n_ubatch, rows or text.pool.n_ubatch)
-
-    @property
-    def _sequence(self) -> Text:
-        found = self.llm._reader.sequence
-        assert found is not None
-        return found
+        sequence = self.text.pooled
+        if not sequence.config.same_bits:
+            sequence.n_ubatch = min(sequence.pool.n_ubatch, rows or sequence.pool.n_ubatch)
 
     @property
     def tokens(self) -> Int32s:
-        return self.llm.input_ids[: self.llm.n_tokens]
+        return self.text.ids
+
+    def known(self, tokens: Sequence[int]) -> Int32s:
+        return self.text.known(tokens)
 
     def usable(self, tokens: Int32s) -> int:
         places = self._stats.checkpoints if self.stateful else None
         return usable(self.tokens, places, tokens)
 
     def preview(self, request: Request, cached: int) -> Int32s | None:
-        tokens, prefixes = request.tokens, self.llm._reader.prefixes
+        tokens, prefixes = request.tokens, self.text.prefixes
         if prefixes is not None and request.reuse and not request.salt:
             cached = max(cached, prefixes.usable(tokens))
-        places = preview.part(tokens, cached, self._share)
+        places = preview.part(tokens, cached, self.text.pooled.config.preview_share)
         return None if places is None else tokens[places]
 
-    def generate(
+    def begin(
         self,
         request: Request,
         *,
         branch: int | None,
         progress: Progress,
         paused: Paused | None = None,
-    ) -> Generator[int | Pending | None]:
-        llm, sampling, self._drafts = self.llm, request.sampling, request.drafts
-        processor = with_bias(None, dict(sampling.logit_bias), llm.n_vocab()) if sampling.logit_bias else None
-        grammar = Grammar(text=sampling.grammar) if isinstance(sampling.grammar, str) else sampling.grammar
-        llm.set_seed(sampling.seed)
+    ) -> Task:
+        text, sampling, self._drafts = self.text, request.sampling, request.drafts
+        text.seed = sampling.seed
         self._watch.begin()
         for lo, hi in request.pins:
             self._stats.pin(lo, hi)
-        tokens, going_on = request.tokens.tolist(), False
+        tokens, goes_on, drawn = request.tokens, False, 0
         if paused is not None:
-            tokens += paused.drawn
+            drawn = len(paused.drawn)
+            tokens = np.concatenate([tokens, np.asarray(paused.drawn, np.int32)])
             # else it was lost, and its tokens are read again as a prompt's
-            going_on = np.array_equal(self.tokens, tokens[:-1])
-            llm.kvflash_sampler = paused.sampler
-        llm.kvflash_progress, llm.kvflash_branch, llm.kvflash_samplers = progress, branch, sampling
-        llm.kvflash_most = request.max_tokens - (0 if paused is None else len(paused.drawn))
+            goes_on = np.array_equal(self.tokens, tokens[:-1])
         if request.prompt_logprobs:
-            piece = cache(partial(vocabulary.piece, llm._model.vocab, special=True))
-            told = PromptLogprobs(request.tokens, request.logprobs or 0, piece)
-            self._prompt, llm._reader.on_logits = (told, request), told.take
+            piece = cache(partial(vocabulary.piece, text.model.weights.vocab, special=True))
+            self._prompt = (PromptLogprobs(request.tokens, request.logprobs or 0, piece), request)
         self._read_otherwise |= request.reading not in {None, self._reading}
-        # a folder is shared by all that read it
-        sharing = request.reuse and not request.salt and not self._read_otherwise
-        shared = nullcontext() if sharing else llm.without_cache()
-        try:
-            if request.images:
-                self._load(request.images)
-            with (
-                shared,
-                overridden(llm, reading=request.reading, answer=request.answer, drafts=request.drafts),
-                closing(
-                    llm.generate(
-                        tokens[-1:] if going_on else tokens,
-                        reset=not going_on,
-                        logits_processor=processor,
-                        grammar=grammar,
-                    )
-                ) as stream,
-            ):
-                for token in stream:
-                    if grammar is not None and llm.kvflash_sampled_s > SLOWEST_S:
-                        raise ConfigError(
-                            f"to choose a token by this grammar took {llm.kvflash_sampled_s:.1f} s, and {SLOWEST_S:g} s"
-                            " is the most: write it so that there are fewer ways to read one text"
-                        )
-                    yield token
-        finally:
-            llm.kvflash_progress = llm.kvflash_branch = llm.kvflash_most = llm.kvflash_sampler = None
-            llm.kvflash_samplers = llm._reader.on_logits = self._prompt = None
-            self._images.pop(id(self), None)
+        if request.images:
+            self._load(request.images)
+        from ..runtime.samplers import chain as chain_of
+
+        processor = with_bias(None, dict(sampling.logit_bias), text.model.n_vocab) if sampling.logit_bias else None
+        grammar = Grammar(text=sampling.grammar) if isinstance(sampling.grammar, str) else sampling.grammar
+        if paused is None:
+            sampler = chain_of(text, sampling, tokens, grammar=grammar, processor=processor)
+        else:
+            sampler = paused.sampler
+        return Task(
+            self._saver,
+            Asked(
+                tokens=tokens[-1:] if goes_on else tokens,
+                follows=goes_on,
+                sampler=sampler,
+                sample=None if grammar is None else self._draw_in_time,
+                greedy=sampling.keeps_likeliest and processor is None and grammar is None,
+                drawn=paused is not None,
+                most=request.max_tokens - drawn,
+                branch=branch,
+                reading=request.reading,
+                answer=request.answer,
+                drafts=request.drafts,
+                # a folder is shared by all that read it
+                cached=request.reuse and not request.salt and not self._read_otherwise,
+                progress=progress,
+                on_logits=None if self._prompt is None else self._prompt[0].take,
+                together=True,
+            ),
+        )
+
+    def ended(self) -> None:
+        self._prompt = None
+        self._images.pop(id(self), None)
+
+    def _draw_in_time(self, pos: int) -> int:
+        """Draw a token that a grammar holds. ConfigError where that takes too long."""
+        text = self.text
+        token = text.draw(pos)
+        if text.sampled_s > SLOWEST_S:
+            raise ConfigError(
+                f"to choose a token by this grammar took {text.sampled_s:.1f} s, and {SLOWEST_S:g} s is the most: write"
+                " it so that there are fewer ways to read one text"
+            )
+        return token
 
     def _load(self, images: Sequence[Image]) -> None:
         """Have the rows of these images, and of those of all running requests, known to the steps that come."""
         self._images[id(self)] = images
-        self._sequence.pool.media.begin()
+        self.text.pooled.pool.media.begin()
         for image in chain(*self._images.values()):
             image.load()
 
     def compute(self, steps: Sequence[model.Pending]) -> None:
         pending = cast("Sequence[Pending]", steps)
-        if self._sequence.engine.info.recurrent:
-            pending = _levelled(pending, self.step_rows, self._sequence.engine.info.rs_planes + 1)
+        if self.text.pooled.engine.info.recurrent:
+            pending = _levelled(pending, self.step_rows, self.text.pooled.engine.info.rs_planes + 1)
         began = time.perf_counter()
         try:
             errors = together.compute([(step.sequence, step.step) for step in pending], again=False)
@@ -245,22 +254,21 @@ class LlamaModel:
             step.seconds, step.beside = seconds, rows - step.rows
 
     def deal(self, answered: Sequence[tuple[model.Model, int]]) -> None:
-        assert self.llm._config is not None
         alone = answered[0][0] if len(answered) == 1 else None
         why_not = ANOTHER if alone is not None else f"{len(answered)} texts are decoded together"
         for text in sorted((self, *self.beside), key=lambda text: text is alone):  # who has them gives them back first
             if text._speculator is not None:
                 text._speculator.lend(None if text is alone else why_not)
-        if not self.llm._config.is_elastic:
+        if not self.text.pooled.config.is_elastic:
             return
         wanted = {}
         for one, tokens in answered:
             assert isinstance(one, LlamaModel)
-            wanted[one._sequence.seq] = min(tokens, one.n_ctx)
-        self._sequence.pool.deal(wanted)
+            wanted[one.text.pooled.seq] = min(tokens, one.n_ctx)
+        self.text.pooled.pool.deal(wanted)
 
     def pause(self, drawn: Sequence[int]) -> Paused:
-        return Paused(tuple(drawn), self.llm._sampler)
+        return Paused(tuple(drawn), self.text.sampler)
 
     def piece(self, token: int) -> bytes:
         return self._known(token)[0]
@@ -271,17 +279,16 @@ class LlamaModel:
     def _known(self, token: int) -> tuple[bytes, bool]:
         cached = self._pieces.get(token)
         if cached is None:
-            piece = bytes(self.llm._model.detokenize([token])) if token >= 0 else b""  # a row of an image
+            piece = bytes(self.text.model.weights.detokenize([token])) if token >= 0 else b""  # a row of an image
             cached = self._pieces[token] = (piece, self._is_eog(token))
         return cached
 
     def logprob(self, token: int, top: int) -> Logprob:
-        return logprob_of(token, self.llm.newest_logits(), top, self.piece)
+        return logprob_of(token, self.text.logits_row(self.text.n_tokens - 1).copy(), top, self.piece)
 
     def prompt_logprobs(self) -> tuple[Logprob, ...]:
         assert self._prompt is not None
         (told, request), self._prompt = self._prompt, None
-        self.llm._reader.on_logits = None
         last = self._stats.last
         if request.reading == "exact" and last.read_whole < last.read:
             raise ConfigError(
@@ -293,20 +300,20 @@ class LlamaModel:
 
     def checkpoint(self) -> None:
         if self.stateful:
-            self.llm.checkpoint()
+            self._saver.checkpoint()
 
     def swap_out(self) -> SwappedSequence:
-        read_otherwise, end = self._read_otherwise, self.llm._reader.end
-        return SwappedSequence(self.llm.park(), stateful=self.stateful, read_otherwise=read_otherwise, end=end)
+        read_otherwise, end = self._read_otherwise, self.text.end
+        return SwappedSequence(self._saver.park(), stateful=self.stateful, read_otherwise=read_otherwise, end=end)
 
     def swap_in(self, swapped: SwappedText) -> None:
         assert isinstance(swapped, SwappedSequence)
-        self.llm.resume(swapped.saved)
-        self._read_otherwise, self.llm._reader.end = swapped.read_otherwise, swapped.end
+        self._saver.resume(swapped.saved)
+        self._read_otherwise, self.text.end = swapped.read_otherwise, swapped.end
 
     def reset(self) -> None:
         self.unpin()
-        self.llm.reset()
+        self.text.reset()
         self._read_otherwise = False
 
     def unpin(self) -> None:
@@ -319,11 +326,11 @@ class LlamaModel:
 
     def write(self, swapped: SwappedText, path: Path, *, sync: bool) -> None:
         assert isinstance(swapped, SwappedSequence)
-        self.llm.write_parked(swapped.saved, path, sync=sync)
+        self._saver.write(swapped.saved, path, sync=sync)
 
     def read(self, path: Path) -> SwappedSequence:
         # a file does not say how requests had it read
-        return SwappedSequence(self.llm.read_parked(path), stateful=self.stateful, read_otherwise=True)
+        return SwappedSequence(self._saver.snapshots.load(path), stateful=self.stateful, read_otherwise=True)
 
     def when_full(self, give_way: Callable[[], bool]) -> None:
         self._stats.when_full(give_way)

@@ -206,15 +206,15 @@ class Access:
 
     @classmethod
     def of(cls, key: str) -> Access:
-        """To the conversations of one key only."""
+        """Make an access to the conversations of one key only."""
         return cls(_digest(key, ""))
 
     def may(self, salt: str) -> bool:
-        """May the request see and touch a conversation of this salt?"""
+        """Tell whether the request may see and touch a conversation of this salt."""
         return salt.startswith(self.owner)
 
     def salt(self, cache_salt: str) -> str:
-        """The salt of this request's own conversations. cache_salt: chosen by the client, "" for none."""
+        """Return the salt of this request's own conversations. cache_salt: chosen by the client, "" for none."""
         return self.owner + (_digest("", cache_salt) if cache_salt else "")
 
 

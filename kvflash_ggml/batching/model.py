@@ -42,7 +42,7 @@ class ResidencyObserver:
         self.now = Residency()
 
     def begin(self) -> None:
-        """Another answer: what came back for the last one is no news."""
+        """Begin another answer: what came back for the last one is no news."""
         self._known = {}
         self._set(recalled={})
 
@@ -110,10 +110,18 @@ class Pending(Protocol):
     def rows(self) -> int: ...
 
 
+class Task(Protocol):
+    """A request on a text, as `runtime.task.Task`. reads: its prompt is being read in steps of its own."""
+
+    reads: bool
+
+    def steps(self) -> Generator[int | Pending | None]: ...
+
+
 class Model(Protocol):
     """One text of a model, and others that can take its place. A model can have several texts at hand: `beside`.
 
-    All calls are made on one thread. `generate` is read to its end, or closed, before the next call.
+    All calls are made on one thread. One task of a text is under way at a time.
 
     These never change: n_ctx, most tokens of a text. step_rows, prompt_rows: rows of the steps that `compute` takes
     together, at most, of answers and of prompts. readings, answers: what tokens of a prompt, and generated tokens, can
@@ -144,7 +152,7 @@ class Model(Protocol):
         ...
 
     def deal(self, answered: Sequence[tuple[Model, int]]) -> None:
-        """These are being answered, and each can come to so many tokens. No step may be pending.
+        """Share the memory out to those that are answered; each can come to so many tokens. No step may be pending.
 
         Where shares are elastic the memory of all texts is dealt anew. Drafters that serve one text at a time draft for
         the one that is answered alone, and for nobody while there are several.
@@ -166,8 +174,12 @@ class Model(Protocol):
         """The text at hand."""
         ...
 
+    def known(self, tokens: Sequence[int]) -> Int32s:
+        """Return tokens as an array. ConfigError for one that the model does not have, TypeError for no number."""
+        ...
+
     def usable(self, tokens: Int32s) -> int:
-        """How much of a prompt need not be read if it goes on from the text at hand."""
+        """Return how much of a prompt need not be read if it goes on from the text at hand."""
         ...
 
     def preview(self, request: Request, cached: int) -> Int32s | None:
@@ -177,44 +189,46 @@ class Model(Protocol):
         """
         ...
 
-    def generate(
+    def begin(
         self,
         request: Request,
         *,
         branch: int | None,
         progress: Progress,
         paused: Paused | None = None,
-    ) -> Generator[int | Pending | None]:
-        """Read the prompt, going on from the text at hand, and yield tokens until the caller has enough.
+    ) -> Task:
+        """Return a request on the text at hand: its prompt is read, and tokens are drawn until the caller has enough.
 
-        Where there are texts beside this one, each step of the answer is yielded before it is computed. It is computed
-        when the caller goes on, unless `compute` has done it. So is the step of a prompt that takes only one, and None
-        before it: other prompts can begin, and share the step.
+        Each step is yielded before it is computed. It is computed when the caller goes on, unless `compute` has done
+        it. None: other requests can begin, and share the next step.
 
         branch: where in the prompt to keep the state, because other texts leave it there. progress: called as (done,
-        total) after each step of the prompt; what it raises ends the reading, and what was read is kept. paused: an
-        answer that is gone on with; its tokens are not yielded again.
+        total) after each step of the prompt. paused: an answer that is gone on with; its tokens are not yielded again.
         """
         ...
 
+    def ended(self) -> None:
+        """Forget the newest task, whose steps are closed."""
+        ...
+
     def pause(self, drawn: Sequence[int]) -> Paused:
-        """The answer that `generate` has yielded so far, to go on with later. Before the generator is closed."""
+        """Return what a task has yielded so far, to go on with later. Before its steps are closed."""
         ...
 
     def piece(self, token: int) -> bytes:
-        """The bytes of a token in an answer."""
+        """Return the bytes of a token in an answer."""
         ...
 
     def ends(self, token: int) -> bool:
-        """Does an answer end with this token?"""
+        """Tell whether an answer ends with this token."""
         ...
 
     def logprob(self, token: int, top: int) -> Logprob:
-        """Of a token that `generate` has just given."""
+        """Return the log probability of a token that was just drawn."""
         ...
 
     def prompt_logprobs(self) -> tuple[Logprob, ...]:
-        """Of the tokens of a prompt, once `generate` has yielded the first token of a request with `prompt_logprobs`.
+        """Return those of the prompt, once the first token of a request with `prompt_logprobs` was drawn.
 
         ConfigError where tokens of the prompt did not see all before them, and the request named no `reading`.
         """
@@ -225,7 +239,7 @@ class Model(Protocol):
         ...
 
     def swap_out(self) -> SwappedText:
-        """The text at hand as a value. It stays at hand."""
+        """Return the text at hand as a value. It stays at hand."""
         ...
 
     def swap_in(self, swapped: SwappedText) -> None:
@@ -261,11 +275,11 @@ class Model(Protocol):
         ...
 
     def residency(self) -> Residency:
-        """What of the text at hand is on the device. From any thread."""
+        """Tell what of the text at hand is on the device. From any thread."""
         ...
 
     def counters(self) -> Mapping[str, Any]:
-        """The pool as it is: plain numbers, for reports and metrics."""
+        """Return the pool as it is: plain numbers, for reports and metrics. From any thread."""
         ...
 
     def close(self) -> None: ...

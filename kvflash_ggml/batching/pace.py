@@ -35,12 +35,12 @@ class Pace:
         self.begin()
 
     def begin(self) -> None:
-        """Another prompt is read from here on: of another text, which costs other times."""
+        """Begin another prompt: of another text, which costs other times."""
         self._least = LEAST_ROWS
         self._before: float | None = None  # seconds of a token before the step was halved
 
     def read(self, rows: int, seconds: float) -> None:
-        """A prompt step of so many tokens was done, and the answers waited."""
+        """Note a prompt step of so many tokens, for which the answers waited."""
         self._prompt = seconds
         if self._target is None:
             return
@@ -54,7 +54,7 @@ class Pace:
             self.rows = min(PROMPT_ROWS, max(self.rows, 2 * rows))
 
     def goes_on(self, steps: int, seconds: float) -> bool:
-        """The answers have decoded so many steps since the prompt step, one or more, in so long. Do they go on?"""
+        """Tell whether the answers go on, after so many steps since the prompt step, one or more, in so long."""
         if self._target is None:
             return seconds < DECODE_SHARE * self._prompt
         self._decode = seconds / steps

@@ -69,7 +69,7 @@ class RequestQueue:
         return self._count
 
     def never(self, sizes: Sequence[int]) -> str | None:
-        """Why requests of so many tokens each can never wait together, however empty the queue is; None if they can."""
+        """Tell why requests of so many tokens each can never wait together; None if they can."""
         instead = "ask for fewer at once, or start the server with a larger"
         if len(sizes) > max(self._most, 1):
             return f"{len(sizes)} answers in one request, and {self._most} may wait: {instead} --max-queue"
@@ -110,7 +110,7 @@ class RequestQueue:
         return None
 
     def put_first(self, job: Job) -> None:
-        """One that had been taken: it comes before all others of its key, and needs no room."""
+        """Put one back that had been taken: it comes before all others of its key, and needs no room."""
         lane = (job.request.priority, job.request.key)
         with self._lock:
             self._lanes.setdefault(lane, deque()).appendleft(job)

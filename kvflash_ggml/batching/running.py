@@ -1,32 +1,28 @@
-"""The answers that have a slot, and which of their steps are computed together."""
+"""An answer that has a slot, and how far it is."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from inspect import GEN_RUNNING, getgeneratorstate
 
 from .answer import Answer
-from .messages import Finished
 from .model import Pending
 from .queue import Job
+from .schedule import Want
 from .slot import Slot
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """An answer in a slot. steps: `Answer.make`. pending: its next step; None where it has to be prepared first.
+    """An answer in a slot. pending: its next step; None where it has to be prepared first.
 
-    stepped: when the newest step of its prompt was done, at its token `done`; None before the first one. let: tokens of
-    other prompts that were read between its steps. cached: tokens that need not be read of prompts that wait meanwhile.
+    done: tokens of its prompt at the newest step of several. let: see `Want`. cached: tokens that need not be read of
+    prompts that wait while this one is read.
     """
 
     job: Job
     answer: Answer
     slot: Slot
     began: float
-    steps: Generator[Pending | None, None, Finished]
-    stepped: float | None = None
     done: int = 0
     let: int = 0
     cached: dict[Job, int] = field(default_factory=dict)
@@ -34,19 +30,16 @@ class Running:
 
     @property
     def reads(self) -> bool:
-        """Whether its prompt is being read in several steps: here, or further out."""
-        return getgeneratorstate(self.steps) == GEN_RUNNING
+        """Whether its prompt is being read in steps of its own."""
+        return self.answer.reads
 
-
-def groups(ready: Sequence[tuple[Running, Pending]], limit: int) -> Iterator[list[tuple[Running, Pending]]]:
-    """Yield the answers whose steps are computed together, of at most `limit` rows in all."""
-    group: list[tuple[Running, Pending]] = []
-    rows = 0
-    for pair in ready:
-        rows += pair[1].rows
-        if group and rows > limit:
-            yield group
-            group, rows = [], pair[1].rows
-        group.append(pair)
-    if group:
-        yield group
+    @property
+    def want(self) -> Want:
+        """What it wants of the next step."""
+        if not self.reads:
+            return Want(shares=not self.answer.generated)
+        done, total = self.answer.read_yet
+        priority = self.job.request.priority
+        return Want(
+            reads=True, again=self.answer.reads_again, left=total - done, done=done, let=self.let, priority=priority
+        )

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from ..errors import KVFlashError, NotFinite
 from ..logs import logged
 from ..store.swapped import ConversationFolder, SharedStore, SwapStore
-from .answer import ENDS, Answer, Cancelled, DeadlinePassed, PutAside, ShuttingDown
-from .behind import Behind, GaveWay
+from .answer import ENDS, Answer, Cancelled, DeadlinePassed, ShuttingDown
+from .behind import Behind
 from .conversations import Conversations
 from .messages import (
     CANCELLED,
@@ -34,7 +34,8 @@ from .messages import (
 from .model import Model, Pending
 from .pace import Pace
 from .queue import Job, RequestQueue
-from .running import Running, groups
+from .running import Running
+from .schedule import Want, groups, passes, schedule
 from .slot import Slot, SlotCounts
 
 logger = logging.getLogger("kvflash_ggml")
@@ -52,9 +53,6 @@ ADDED = ("chunks", "resident", "length", "page_ins", "page_outs")
 
 LONG_PROMPT = 1024
 """A prompt of which so many tokens had to be read is written to a shared store before its answer has ended."""
-
-LET_SHARE = 0.5
-"""Tokens of other prompts that may be read between the steps of a long one, as a share of what it has read."""
 
 SWEEP_S = 0.25
 """How often the queue is looked through for requests whose time is up, while another runs."""
@@ -78,8 +76,7 @@ class Scheduler:
     request that has had a slot, what it took and how it ended. clock: seconds.
 
     There is a slot for the model's text, and for each text beside it. A request takes the free slot whose text saves
-    most of its prompt. A step computes the next token of all running answers. Prompts of one step that wait together
-    share steps. Between two steps of a longer prompt the others decode, and shorter prompts are read.
+    most of its prompt. `schedule` says who has each step: of a prompt, or of all answers that wait for a token.
     """
 
     def __init__(
@@ -128,6 +125,7 @@ class Scheduler:
         self.stalls = 0  # answers that were put aside for their readers
         self.gaps: deque[float] = deque(maxlen=GAPS)  # seconds between two tokens of an answer
         self._steps = Pace(limits.itl_target)
+        self._owed: tuple[float, int] | None = None  # since a step of a prompt: when, and steps of the others
         self._swept = 0.0
         self._pace, self._paced = 1.0, 0  # seconds a request, a slowly moving mean of so many
         self._thread = threading.Thread(target=self._run, name="kvflash-engine", daemon=True)
@@ -149,7 +147,7 @@ class Scheduler:
         return [(request, read) for request, read in running if read is not None]
 
     def doing(self, request: Request) -> str:
-        """What becomes of a request that was submitted, in a word or two: "queued", "fetching", "reading 512/2048"."""
+        """Tell what becomes of a request, in a word or two: "queued", "fetching", "reading 512/2048"."""
         for one in self._running.copy():
             if one.job.request is request:
                 read = one.answer.reading
@@ -172,7 +170,7 @@ class Scheduler:
         return self.totals.generated_tokens + sum(answer.generated for answer in begun)
 
     def counters(self) -> Mapping[str, Any]:
-        """The model's counters, those of its texts added up. From any thread."""
+        """Return the model's counters, those of its texts added up. From any thread."""
         each = [slot.model.counters() for slot in self.slots]
         return {**each[0], **{name: sum(one[name] for one in each) for name in ADDED}}
 
@@ -200,7 +198,7 @@ class Scheduler:
         self.submit_together([(request, sink, full)])
 
     def submit_together(self, requests: Sequence[tuple[Request, Callable[[Event], None], Callable[[], bool]]]) -> None:
-        """All of one client's requests, each with its `sink` and `full`, or none of them. Errors: those of `submit`."""
+        """Submit all of one client's requests, each with its `sink` and `full`, or none. Errors: those of `submit`."""
         if self._thread.ident is not None and not self._thread.is_alive() and not self._stopping:
             raise KVFlashError(
                 f"the thread {self._thread.name!r} does not run in this process: fork() copies no threads, so make the "
@@ -221,7 +219,7 @@ class Scheduler:
         self._wake.set()
 
     def cancel(self, id: str) -> None:
-        """Nobody waits for this answer any more. It ends before the next step."""
+        """Cancel an answer that nobody waits for any more. It ends before the next step."""
         job = self._jobs.get(id)
         if job is not None:
             job.cancelled = True
@@ -256,7 +254,7 @@ class Scheduler:
         return future
 
     def end_answers(self) -> None:
-        """What runs ends before its next step, with an error that says why."""
+        """End what runs before its next step, with an error that says why."""
         self._ending = True
         self._wake.set()
 
@@ -280,15 +278,17 @@ class Scheduler:
             self.conversations.adopt()
         while not self._stopping or self._running:
             self._wake.clear()
+            self._bring_back()
+            self._run_calls(changes=False)
+            if self._calls or len(self.waiting):
+                self._give_way_to_others()
             self._run_calls(changes=not self._running or len(self.slots) > 1)
             if not self._running:
                 self._dealt = []
                 self._sweep()
-            self._bring_back()
             self._admit()
             if self._running:
-                self._deal()
-                self._round(self._running)
+                self._turn()
             elif not (self._calls or self._stopping):
                 job = self.behind.take()
                 if job is not None:
@@ -314,13 +314,36 @@ class Scheduler:
 
     # --- answers that run
 
+    def _give_way_to_others(self) -> None:
+        """Put back what is read behind a preview: somebody waits. It goes on later from where it is."""
+        for one in [one for one in self._running if one.job.behind]:
+            self._leave(one)
+            self.behind.put_back(one.job)
+
     def _admit(self) -> None:
-        """Give free slots to the requests that wait, and read their prompts."""
+        """Give free slots to the requests that wait."""
         while not self._stopping and any(slot.request is None for slot in self.slots):
-            job = self.waiting.take()
+            job = self.waiting.take(self._may_begin)
             if job is None:
                 return
             self._start(job)
+
+    def _may_begin(self, job: Job) -> bool:
+        """Return whether a request begins now: nobody's prompt is being read, or it passes that, and is another text.
+
+        A prompt that begins like one that is being read waits for that, and goes on from its text.
+        """
+        readers = [one for one in self._running if one.reads]
+        if not readers:
+            return True
+        first = max(readers, key=lambda one: one.want.priority)  # the oldest of them
+        if job not in first.cached:  # looked up once: many may wait, and many texts begin like theirs
+            first.cached[job] = self._cached(job.request)
+        cached = first.cached[job]
+        want = Want(reads=True, left=len(job.request.tokens) - cached, priority=job.request.priority)
+        if not passes(want, first.want, rows=self._prompt_rows):
+            return False
+        return not any(one.slot.will_gain(job.request, cached) for one in readers)
 
     def _start(self, job: Job) -> bool:
         """Begin with a job, or fetch its text first. What goes wrong with that ends this job alone.
@@ -361,36 +384,40 @@ class Scheduler:
 
     def _begin(self, job: Job) -> None:
         request, now = job.request, self._clock()
-        begun = [one for one in self._running if not one.reads]
         # prompts that are to share a step, and whose texts can be copied once they are read
-        self._round([one for one in begun if not one.answer.generated and one.slot.will_gain(request)])
-        free = [slot for slot in self.slots if slot.request is None]
-        if not free:  # others began between two steps of such a prompt
+        alike = [one for one in self._running if not one.answer.generated and one.slot.will_gain(request)]
+        self._round([one for one in alike if not one.reads])
+        if any(one.reads and one in self._running for one in alike):
             return self.waiting.put_first(job)
+        free = [slot for slot in self.slots if slot.request is None]
         # an empty one rather than one whose text somebody may go on with
         slot = max(free, key=lambda slot: (slot.gain(request), slot.conversation is None, -slot.used))
         slot.request, slot.used, self.conversations.slot = request, now, slot
         answer = self._begun.pop(request.id, None)
         if answer is None:
-            answer = Answer(
-                job, self._clock, check=lambda: self._check(job), between=lambda done: self._between(job, done)
-            )
+            answer = Answer(job, self._clock)
             answer.gaps, answer.name = self.gaps, self.conversations.unused(job.behind)
         self._steps.begin()
-        slot.model.limit_prompt_steps(self._steps.rows if self._running else None)
-        beside = [one.slot for one in begun if one.pending is None and one in self._running]  # nothing is under way
-        running = Running(job, answer, slot, now, answer.make(slot, beside))
+        beside = [one.slot for one in self._running if not one.reads]
+        running = Running(job, answer, slot, now)
         self._running.append(running)
-        if self._deal(running):
-            self._advance(running, check=True)
+        if not self._deal(running):
+            return
+        try:
+            self._check(job)
+            answer.begin(slot, beside)
+        except Exception as err:
+            self._finish(running, *self._failure(running, err))
+            return
+        self._advance(running)
+        if not running.reads:  # its prompt is read in the next step
+            for older in self._running[:-1]:
+                older.let += answer.read_yet[1]
 
     def _deal(self, begins: Running | None = None) -> bool:
         """Deal the pool to the answers that run, unless they have it. False if that ends the one that begins."""
-        pending = [one for one in self._running if one.pending is not None]
-        # a text that is read again within its step has places for the step
-        if len(self.slots) == 1 or self._dealt == self._running or any(one.reads for one in pending):
+        if len(self.slots) == 1 or self._dealt == self._running:
             return True
-        self._round(pending)  # such steps have their places
         self._dealt = self._running.copy()
         reach = [(one.slot.model, len(one.job.request.tokens) + one.job.request.max_tokens) for one in self._running]
         try:
@@ -402,70 +429,57 @@ class Scheduler:
             logger.exception("the pool could not be dealt anew")
         return True
 
-    def _between(self, job: Job, done: int) -> None:
-        """A prompt is read so far, with more steps to come: others go on meanwhile, and short ones begin. GaveWay."""
-        if job.behind:
-            self._bring_back()
-            self._run_calls(changes=False)
-            if len(self.waiting) or self._calls:
-                raise GaveWay
-        (reader,) = (one for one in self._running if one.job is job)
-        took = self._clock() - (reader.stepped or max(reader.began, reader.answer.started))
-        self._let_in(reader, done)
-        nested = sum(one.reads for one in self._running) > 1  # then no further prompt is begun
-        others = [one for one in self._running if not one.reads and (one.answer.generated or not nested)]
-        if others:
-            began = self._clock()
-            self._steps.read(done - (reader.done if done > reader.done else 0), took)  # or it is read again
-            steps, goes_on = 0, True
-            while others and goes_on:
-                self._round(others)
-                steps += 1
-                others = [one for one in others if one in self._running]
-                goes_on = self._steps.goes_on(steps, self._clock() - began)
-            self._deal()
-        self._run_calls(changes=len(self.slots) > 1)
-        reader.stepped, reader.done = self._clock(), done
-        reader.slot.model.limit_prompt_steps(self._steps.rows if others else None)
+    # --- one step
 
-    def _let_in(self, reader: Running, done: int) -> None:
-        """Begin with requests whose prompts are short beside what was read of a long one: they do not wait for its end.
+    @property
+    def _prompt_rows(self) -> int:
+        """Most tokens of a step of a prompt, as others decode beside it."""
+        return min(self.model.prompt_rows, self._steps.rows)
 
-        A prompt that begins like it waits all the same, and goes on from its text. A third one is not read.
-        """
-        if self._ending or reader.pending is not None or sum(one.reads for one in self._running) > 1:
-            return  # the pool is not dealt while a step is pending
-        self._bring_back()
+    def _turn(self) -> None:
+        """Compute the next step: of a prompt, or of all answers that wait for a token."""
+        self._deal()
+        chosen = schedule([one.want for one in self._running], rows=self._prompt_rows, owed=self._owed is not None)
+        answers = [self._running[at] for at in chosen]
+        if answers[0].reads:
+            self._read(answers[0])
+            return
+        self._round(answers)
+        if self._owed is not None:
+            since, steps = self._owed
+            goes_on = self._steps.goes_on(steps + 1, self._clock() - since)
+            self._owed = (since, steps + 1) if goes_on and any(one.reads for one in self._running) else None
 
-        def unread(job: Job) -> int:
-            if job not in reader.cached:  # looked up once: many may wait, and many texts begin like theirs
-                reader.cached[job] = self._cached(job.request)
-            return len(job.request.tokens) - reader.cached[job]
-
-        def fits(job: Job) -> bool:
-            left = int(LET_SHARE * done) - reader.let
-            return unread(job) <= left and not reader.slot.will_gain(job.request, reader.cached[job])
-
-        while any(slot.request is None for slot in self.slots) and (job := self.waiting.take(fits)) is not None:
-            if self._start(job):
-                reader.let += unread(job)
+    def _read(self, one: Running) -> None:
+        """Compute a step of a prompt, and draw the first token behind the last one."""
+        others = any(not other.reads for other in self._running)
+        olders, began = self._running[: self._running.index(one)], self._clock()
+        self._advance(one, self._steps.rows if others else None)
+        if one.pending is not None:
+            self._draw(one, one.pending)
+        done, now = one.answer.read_yet[0], self._clock()
+        rows = done - (one.done if done > one.done else 0)  # or it is read again
+        one.done = done
+        if rows and others:
+            self._steps.read(rows, now - began)
+            self._owed = now, 0
+        for older in olders:
+            older.let += rows
 
     def _round(self, answers: Sequence[Running]) -> None:
         """Compute a step of each of these answers, and draw what follows from it: a token, or more with drafts."""
-        for one in tuple(answers):  # while one is read in several steps, others have rounds of their own, and may end
-            if one.pending is None and one in self._running:
-                self._advance(one)
+        for one in answers:
+            self._advance(one)
         ready = [(one, one.pending) for one in answers if one.pending is not None]
         if len(ready) < 2:  # each token of a user alone comes here
             for pair in ready:
                 self._draw(*pair)
             return
-        prompts = groups([pair for pair in ready if pair[1].reads], min(self.model.prompt_rows, self._steps.rows))
-        several = [pair for pair in ready if not (pair[1].alone or pair[1].reads)]
-        for group in chain(groups(several, self.model.step_rows), prompts):
-            steps = [step for one, step in group if one.pending is step]
-            if len(steps) > 1:
-                self.model.compute(steps)
+        prompts = [(pair, pair[1].rows) for pair in ready if pair[1].reads and not pair[1].alone]
+        several = [(pair, pair[1].rows) for pair in ready if not (pair[1].alone or pair[1].reads)]
+        for group in chain(groups(several, self.model.step_rows), groups(prompts, self._prompt_rows)):
+            if len(group) > 1:
+                self.model.compute([step for _, step in group])
             # whoever can draw does so before the next step
             for one, step in sorted(group, key=lambda pair: pair[1].failed):
                 self._draw(one, step)
@@ -474,33 +488,32 @@ class Scheduler:
                 self._draw(one, step)
 
     def _draw(self, one: Running, step: Pending) -> None:
-        """Let an answer draw the tokens of its step, unless it has: their logits are at hand until the next one."""
-        if one.pending is step:
-            self._advance(one)
+        """Let an answer draw the tokens of its step: their logits are at hand until the next one."""
+        self._advance(one)
         while step.more and one.pending is None and one in self._running:
             self._advance(one)
 
-    def _advance(self, one: Running, *, check: bool = False) -> None:
-        """Let an answer go on to its next step, or the next token."""
+    def _advance(self, one: Running, rows: int | None = None) -> None:
+        """Let an answer go on to its next step, or the next token. rows: see `Answer.advance`."""
+        answer = one.answer
         try:
-            if check:
+            if one.pending is None:
                 self._check(one.job)
-            one.pending = next(one.steps)
-            if self.shared is not None and one.pending is None and one.answer.generated == 1:
-                one.slot.offer(self.shared, one.answer.usage, least=LONG_PROMPT)
-        except StopIteration as end:
-            self._finish(one, end.value.reason, end.value)
-        except PutAside:
-            self._put_aside(one)
-        except GaveWay:
-            self._leave(one)
-            self.behind.put_back(one.job)
+            one.pending = answer.advance(rows)
         except Exception as err:
             self._finish(one, *self._failure(one, err))
+            return
+        if answer.end is not None:
+            self._finish(one, answer.end.reason, answer.end)
+        elif answer.waits:
+            self._put_aside(one)
+        elif self.shared is not None and one.pending is None and answer.generated == 1:
+            one.slot.offer(self.shared, answer.usage, least=LONG_PROMPT)
 
     def _finish(self, one: Running, reason: str, event: Event) -> None:
         usage = one.answer.usage
         try:
+            one.answer.close()
             one.slot.settle()
             if self.shared is not None and usage.preview is None:
                 one.slot.offer(self.shared, usage)
@@ -523,13 +536,14 @@ class Scheduler:
         self._tell(one.job, event)
 
     def _leave(self, one: Running) -> None:
+        one.answer.close()
         if one.job.behind:
             one.slot.interrupt()
         self._running.remove(one)
         one.pending = one.slot.request = None
 
     def _failure(self, one: Running, err: Exception) -> tuple[str, Event]:
-        """How an answer ended that did not come to its end, and its last event."""
+        """Tell how an answer ended that did not come to its end, and its last event."""
         request = one.job.request
         for kind, code in ENDS.items():
             if isinstance(err, kind):
@@ -545,7 +559,7 @@ class Scheduler:
         return _unexpected(err)
 
     def _put_aside(self, one: Running) -> None:
-        """Its conversation is swapped out like any other; the job waits for its reader."""
+        """Swap a conversation out like any other; its job waits for its reader."""
         job = one.job
         self._begun[job.request.id], job.begun = one.answer, True
         self._aside.append(job)  # first: a server that drains looks on
@@ -573,7 +587,7 @@ class Scheduler:
             slot.clear() if spoiled is None else slot.lose(spoiled)
 
     def _check(self, job: Job) -> None:
-        """Between two steps: may this answer go on?"""
+        """Raise what ends an answer between two steps, if anything does."""
         if job.cancelled:
             raise Cancelled("the client has left")
         if self._ending:

@@ -23,7 +23,7 @@ MIN_BEGINNING = 256
 
 
 def branch_of(model: Model, request: Request, known: Callable[[], int] = lambda: 0) -> int | None:
-    """Where in a prompt to keep the state, for a model that cannot go back to anywhere.
+    """Tell where in a prompt to keep the state, for a model that cannot go back to anywhere.
 
     Where it leaves texts that are known, or will leave others, if it cannot go on from there; else where its question
     begins, so that another answer to it does not need all of it. known: how much of it other texts begin with.
@@ -64,7 +64,7 @@ class Slot:
         self.counts = counts
 
     def gain(self, request: Request) -> int:
-        """How many tokens of a prompt need not be read here, as the text at hand has them; 0 if it is another one's."""
+        """Count the tokens of a prompt that the text at hand saves; 0 if it is another one's."""
         live, goes_on = self._live(request)
         return live if goes_on or live >= MIN_BEGINNING else 0
 
@@ -81,7 +81,7 @@ class Slot:
         return shared >= cached + CHUNK and (shared >= MIN_BEGINNING or shared == len(mine.tokens))
 
     def _live(self, request: Request) -> tuple[int, bool]:
-        """How much of a prompt the text at hand saves, and whether the prompt is its continuation."""
+        """Tell how much of a prompt the text at hand saves, and whether the prompt is its continuation."""
         mine, tokens = self.conversation, request.tokens
         if mine is None or mine.salt != request.salt or self._private or not request.reuse:
             return 0, False
@@ -157,7 +157,7 @@ class Slot:
         return again
 
     def differs(self, request: Request) -> int | None:
-        """From which token on a prompt differs from the text that has most of it; None if it goes on from all of that.
+        """Find the token at which a prompt leaves the text that has most of it; None if it goes on from all of that.
 
         A text that shares less than a chunk is another one. Call it before `take`.
         """
@@ -169,7 +169,7 @@ class Slot:
         return shared if request.reuse and CHUNK <= shared < min(length, len(tokens) - 1) else None
 
     def preview(self, request: Request) -> Int32s | None:
-        """The tokens that a preview of a request reads; None where the prompt is to be read as usual."""
+        """Return the tokens that a preview of a request reads; None where the prompt is to be read as usual."""
         _, length = self._store.find(request.tokens, salt=request.salt, name=request.conversation)
         cached = max(self._live(request)[0], length) if request.reuse else 0
         return self.model.preview(request, cached)
@@ -188,7 +188,7 @@ class Slot:
         return branch_of(self.model, request, lambda: self._store.nearest(request.tokens, salt=request.salt)[0])
 
     def settle(self) -> None:
-        """After an answer: a private text is forgotten."""
+        """Forget a private text, after its answer."""
         if self._private:
             self.clear()
 
@@ -213,7 +213,7 @@ class Slot:
         self.model.reset()
 
     def lose(self, request: Request) -> None:
-        """The text of a request is spoiled: it is forgotten, and so is what it may have gone on from."""
+        """Forget the spoiled text of a request, and what it may have gone on from."""
         self.counts.lost += 1
         if self.conversation is not None:
             self._store.spoil(self.conversation)
@@ -272,7 +272,7 @@ class Slot:
         self.counts.swapped_out += 1
 
     def _resume(self, found: Conversation, length: int, request: Request) -> Conversation | None:
-        """None if it is lost, and off the shelf then."""
+        """Bring a swapped-out text to hand for a request. None if it is lost, and off the shelf then."""
         with self._store.holding(found):
             self._swap_out()
             goes_on = _continues(request, found)
@@ -310,7 +310,7 @@ class Slot:
 
 
 def _goes_on(shared: int, prompt: int, length: int) -> bool:
-    """Is a request that shares so much with a text of this length its continuation, or does it leave it for another?
+    """Tell whether a request that shares so much with a text of this length is its continuation.
 
     One that has all of the last prompt is, whatever it makes of the answer; so is one that has all there is of a text.
     """
@@ -318,7 +318,7 @@ def _goes_on(shared: int, prompt: int, length: int) -> bool:
 
 
 def _continues(request: Request, found: Conversation) -> bool:
-    """Is a request the continuation of a swapped-out text?"""
+    """Tell whether a request is the continuation of a swapped-out text."""
     return _goes_on(common_prefix(found.tokens, request.tokens), found.prompt, len(found.tokens))
 
 

@@ -169,7 +169,7 @@ def take(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         llm.eval([token % llm.n_vocab() for token in range(n_ubatch)])
         llm.eval([0])
         counted = measure.taken(address(llm._ctx.ctx), address(llm._model.model))
-        sequence = llm._reader.sequence
+        sequence = llm._at_hand.sequence
         staging = {} if sequence is None else {x.name: x.staging_bytes for x in sequence.engine.info.devices}
         return {"n_ubatch": n_ubatch, "devices": lost(before, memory.devices(), counted, staging)}
 

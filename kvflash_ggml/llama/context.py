@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import llama_cpp
 from llama_cpp import _internals as internals
 
-from ..errors import CLOSED, ConfigError, KVFlashError
+from ..errors import ConfigError, KVFlashError
 from ..sequence.sequence import Sequence as Text
 
 _paged: weakref.WeakValueDictionary[int, PagedContext] = weakref.WeakValueDictionary()
@@ -62,21 +62,14 @@ class PagedContext(internals.LlamaContext):
         raise KVFlashError("a pool holds one sequence: copying sequences needs kvflash=None")
 
     def kv_cache_seq_keep(self, seq_id: int) -> None:
-        """The pool holds one sequence, so there is nothing else to drop."""
+        """Do nothing: the pool holds one sequence, so there is nothing else to drop."""
 
     def kv_cache_seq_shift(self, seq_id: int, p0: int, p1: int, shift: int) -> NoReturn:
         raise KVFlashError("paged positions are fixed: context shift needs kvflash=None")
 
 
-class Closed:
-    """In place of the context, the model and the tokenizer of a closed Llama, which would end the process."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise KVFlashError(CLOSED)
-
-
 def take_closing(context: internals.LlamaContext) -> ExitStack:
-    """What is left of closing a context and its model, which the caller does then, and they no longer."""
+    """Take what is left of closing a context and its model, which the caller does then, and they no longer."""
     rest: ExitStack = context.model._exit_stack.pop_all()
     rest.callback(context._exit_stack.pop_all().close)
     return rest
@@ -93,7 +86,7 @@ def _explain(result: int, function: Any, arguments: tuple[Any, ...]) -> int:
 
 
 def check_adapter(path: str | None) -> None:
-    """ConfigError for a LoRA adapter that is no regular file: llama.cpp would wait for who writes into a pipe."""
+    """Raise ConfigError for a LoRA adapter that is no regular file: llama.cpp would wait for who writes a pipe."""
     if path is not None and not Path(path).is_file():
         raise _no_adapter(path)
 

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,7 @@ from .. import policy, remote
 from ..arrays import common_prefix, numbers
 from ..config import KVFlashConfig, PrefixCache
 from ..drafter import model as drafter
-from ..errors import ConfigError, ConversionError, NotFinite, brief
-from ..logs import Progress
+from ..errors import ConfigError, ConversionError, brief
 from ..native import engine as native
 from ..native import library, vocabulary
 from ..native import remote as servers
@@ -34,27 +33,27 @@ from ..notation import stop_texts
 from ..placement import devices, memory, sizing
 from ..placement.sizing import PoolSize, with_steps
 from ..policy.base import Scorer
+from ..runtime.bias import with_bias
+from ..runtime.model import Closed, Model
+from ..runtime.samplers import chain, stock_chain
+from ..runtime.saving import Saver
+from ..runtime.task import Request, Task
+from ..runtime.text import Text
 from ..state.session import SessionState
-from . import asked, embedding, parameters, vision
-from .bias import with_bias
+from . import asked, embedding, parameters, stock, vision
 from .call_lock import CallLock, changing, locked, writing
 from .chatting import PARAMETERS, Chatting, formatted
-from .context import Batch, Closed, check_adapter
+from .context import Batch, check_adapter
 from .drafting import Drafting, device_bytes, loads_head, room, search
-from .generation import Generation, limited
-from .hints import SharedCores
 from .opening import open_pool, speculator_of, with_sequences
 from .preview import Previews, previewed, previews_of
-from .reader import Reader
-from .samplers import chain_of
-from .saving import Saver
 from .stats import PoolStats
+from .stock import Stock
 from .tokenizer import IncrementalTokenizer, WholeTokenizer, check_tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..calibration.finder import HeadFinder
     from ..chat.values import Grammar
     from ..placement.sizes import Placement
     from ..sampling import Samplers
@@ -81,6 +80,13 @@ class _Tokenizer(LlamaTokenizer):
 
 NOT_MADE = ("Failed to create llama_context", "Failed to load model")
 """What upstream says then, and where there is no room for the weights."""
+
+
+def _of_text(name: str, doc: str) -> Any:
+    """Return a property that reads and sets a field of the text of a `Llama`."""
+    return property(
+        lambda llm: getattr(llm._at_hand, name), lambda llm, value: setattr(llm._at_hand, name, value), doc=doc
+    )
 
 
 class Llama(llama_cpp.Llama):
@@ -124,37 +130,26 @@ class Llama(llama_cpp.Llama):
     RemoteError for a server that cannot be used. One that is lost later is DeviceLost.
     """
 
-    kvflash_progress: Progress | None = None
-    kvflash_most: int | None = None
-    """Tokens that the next call of `generate` is asked for at most, if that is known: no more of them are drafted."""
-    kvflash_sampler: Any = None
-    """Of an answer that the next call of `generate` goes on with: a single token that it is given has been drawn."""
     kvflash_samplers: Samplers | None = None
-    kvflash_sampled_s: float = 0.0
-    """Seconds that the newest token took to be chosen, without its evaluation."""
-    kvflash_together: bool = False
-    """`generate` yields a `Pending` too, for each step, which may be computed with steps of other texts meanwhile."""
+    _most: int | None = None
+    """Tokens that the running completion asks `generate` for at most, if that is known: no more are drafted."""
     _previews: Previews | None = None
     _echoes = False
     """The running completion echoes its prompt with logprobs."""
-    kvflash_branch: int | None = None
-    """Where in the next prompt to keep what is not pooled, because other texts go on differently from there."""
 
     def __init__(self, model_path: str | os.PathLike[str], **keywords: Unpack[Keywords]) -> None:
         self._stack = contextlib.ExitStack()  # close() needs these even when nothing has been opened
-        self._call_lock = CallLock()
+        self._call_lock, self._at_hand = CallLock(), Text(Stock(self))
+        self._saver = Saver(self._at_hand)
         model_path = os.fspath(model_path)
         request = parameters.read(dict(keywords), parameters.defaults)
         request.check_file(Path(model_path))
         check_adapter(request.upstream.get("lora_path"))
         self._config = request.config
         self._weights = request.weights
-        self._reader = Reader(self)
-        self._saver = Saver(self._reader)
         self._drafting = Drafting()
-        self._finder: HeadFinder | None = None
         self._size: PoolSize | None = None
-        self.kvflash_progress = request.progress
+        self._at_hand.progress = request.progress
         self._scorer: Scorer | None = None
         self._drafter: Path | None = None
         self._found: tuple[Found, ...] = ()
@@ -214,12 +209,12 @@ class Llama(llama_cpp.Llama):
             self._stack.enter_context(servers.connected(endpoints))
         self._own_format = "" if settings.get("chat_format") or self._projector else self.chat_format
         self._logits_all = logits_all
-        self.input_ids = np.zeros(self._n_ctx, np.intc)
         self._batch.close()  # it has room for n_ctx sequences a token: gigabytes of address space at long contexts
         self._batch = Batch(n_tokens=self.n_batch, embd=0, n_seq_max=1, verbose=self.verbose)
         self._stack.callback(self._batch.close)
         if request.n_batch is not None:
             self.n_batch = min(self._n_ctx, request.n_batch)
+        self._at_hand.open(Model(self, logits_all=logits_all))
         if self._size is not None:
             open_pool(self, self._size)
             self._previews = previews_of(self)
@@ -227,7 +222,7 @@ class Llama(llama_cpp.Llama):
             self.set_cache(request.cache)
 
     def _load(self, model_path: str, request: parameters.Request, endpoints: Sequence[remote.Endpoint]) -> None:
-        """Upstream's constructor. A pool that "auto" has sized gets smaller until a context can be made with it."""
+        """Call upstream's constructor. A pool that "auto" has sized shrinks until a context can be made with it."""
         for self._halvings in range(HALVINGS + 1):
             try:
                 with _REDIRECTING, contextlib.ExitStack() as self._pool_requests:
@@ -274,7 +269,7 @@ class Llama(llama_cpp.Llama):
             self._free_before = {device.name: device.free for device in memory.devices()}
 
     def tokenizer(self) -> LlamaTokenizer:
-        """Upstream's tokenizer of the model's vocabulary."""
+        """Return upstream's tokenizer of the model's vocabulary."""
         return _Tokenizer(self)
 
     @property
@@ -299,7 +294,7 @@ class Llama(llama_cpp.Llama):
             self._pool_requests.enter_context(self._pool_request(self._size))
 
     def _query_rows(self) -> int:
-        """Queries of all sequences that are captured, if a text can be longer than its share of the pool."""
+        """Count the queries of all sequences that are captured, if a text can be longer than its share of the pool."""
         rows = self._scorer.query_rows if self._scorer is not None else 0
         return (rows + (self._room.queries if rows else 0)) * int(self.context_params.n_seq_max)
 
@@ -326,17 +321,24 @@ class Llama(llama_cpp.Llama):
             size = replace(size, why=size.why + fitting.other_split(*self._asked, size))
         return sizing.halved(size, self._halvings, minimum=config.minimum_pool)
 
-    # --- the text
+    # --- the text: upstream's fields, which further texts of the model have too
+
+    n_tokens = _of_text("n_tokens", "Tokens read so far.")
+    input_ids = _of_text("input_ids", "The tokens of the text, and room for more; [n_ctx].")
+    scores = _of_text("scores", "The logits of the tokens, with logits_all; [rows, n_vocab].")
+    kvflash_progress = _of_text("progress", "Called as (done, total) behind the steps of prompts; None for nobody.")
+    _seed = _of_text("seed", "Of the next sampler.")
+    _sampler = _of_text("sampler", "Of the running answer.")
 
     @changing
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens after the `n_tokens` read so far. ContextFull, and nothing evaluated, if they do not fit."""
-        self._reader.evaluate(tokens)
+        self._at_hand.evaluate(tokens)
 
     @changing
     def reset(self) -> None:
         """Forget the text. Settings and pins stay."""
-        self._reader.reset()
+        self._at_hand.reset()
 
     @locked
     def sample(self, *args: Any, **kwargs: Any) -> int:
@@ -344,13 +346,18 @@ class Llama(llama_cpp.Llama):
         NotFinite where they are no numbers.
         """
         idx = kwargs.pop("idx", None)
-        return self._reader.sample(self.n_tokens - 1 if idx is None else idx, *args, **kwargs)
+        return self._at_hand.sample(self.n_tokens - 1 if idx is None else idx, *args, **kwargs)
 
     embed = changing(embedding.embed_checked(llama_cpp.Llama.embed))
 
     def _init_sampler(self, *, text: Any = None, **settings: Any) -> Any:  # type: ignore[override]
-        text = self._input_ids if text is None else text
-        return chain_of(self, super()._init_sampler, self.kvflash_samplers, text, settings)
+        grammar, samplers, processor = settings.pop("grammar", None), self.kvflash_samplers, "logits_processor"
+        counting = settings if samplers is None else {processor: settings.get(processor)}
+        asked.check({**counting, "seed": self._seed})
+        if samplers is None:
+            return stock_chain(super()._init_sampler, self._at_hand.model, grammar, settings)
+        prompt = self._input_ids if text is None else text
+        return chain(self._at_hand, samplers, prompt, grammar=grammar, processor=settings.get(processor))
 
     @writing
     @previewed
@@ -376,13 +383,12 @@ class Llama(llama_cpp.Llama):
         grammar: LlamaGrammar | Grammar | None = None,
     ) -> Generator[int, Sequence[int] | None, None]:
         """Yield tokens that continue the prompt, with upstream's contract: prefix reuse, `send`, drafts."""
-        given = numbers(tokens)  # once: a long list takes milliseconds
+        text, given = self._at_hand, numbers(tokens)  # once: a long list takes milliseconds
         # before any of the text at hand is cut off
-        ids = self._reader.known(given, common_prefix(self._input_ids, given))
+        ids = text.known(given, common_prefix(self._input_ids, given))
         if len(tokens) == 0 and (reset or self.n_tokens == 0):
             raise ConfigError("the prompt has no tokens, and this model puts none before it: give it at least one")
-        going_on, self.kvflash_sampler = self.kvflash_sampler, None
-        self._sampler = going_on or self._init_sampler(
+        sampler = self._init_sampler(
             top_k=top_k, top_p=top_p, min_p=min_p, typical_p=typical_p, temp=temp, repeat_penalty=repeat_penalty,
             frequency_penalty=frequency_penalty, presence_penalty=presence_penalty, tfs_z=tfs_z,
             mirostat_mode=mirostat_mode, mirostat_eta=mirostat_eta, mirostat_tau=mirostat_tau, penalize_nl=penalize_nl,
@@ -390,63 +396,24 @@ class Llama(llama_cpp.Llama):
             text=given if reset else np.concatenate((self._input_ids, given)),
         )  # fmt: skip
         inherited = "sample" not in vars(self) and type(self).sample is Llama.sample
-        penalties = (repeat_penalty, frequency_penalty, presence_penalty)
-        chain, reader = self.kvflash_samplers, self._reader
-        likeliest = (temp, *penalties) == (0, 1, 0, 0) if chain is None else chain.keeps_likeliest
-        reader.greedy = likeliest and inherited and logits_processor is None and grammar is None
-        if reader.sequence is not None:
-            reader.sequence.check_open()
-            reader.sequence.settle()
-        if self._finder is not None and reader.sequence is not None and not reader.sequence.config.same_bits:
-            self._finder.settle(reader.sequence)
-        if reader.speculator is not None:
-            limit, self.kvflash_most = self.kvflash_most, None
-            reader.speculator.begin(len(tokens) if reset else self.n_tokens + len(tokens), limit)
-        prompt = list(tokens)
-        if reset:
-            prompt = prompt[self._saver.reuse_prefix(ids) :]
-        answer = Generation(
-            reader,
-            self.n_tokens + len(prompt) - 1,
-            sample=reader.sample if inherited else lambda pos: int(self.sample(idx=pos)),
+        penalties, samplers = (repeat_penalty, frequency_penalty, presence_penalty), self.kvflash_samplers
+        likeliest = (temp, *penalties) == (0, 1, 0, 0) if samplers is None else samplers.keeps_likeliest
+        most, self._most = self._most, None
+        request = Request(
+            tokens=ids,
+            follows=not reset,
+            sampler=sampler,
+            sample=None if inherited else lambda pos: int(self.sample(idx=pos)),
+            greedy=likeliest and inherited and logits_processor is None and grammar is None,
             stopping=stopping_criteria,
+            most=most,
         )
-        cores = SharedCores(self.n_threads)
-        began = cores.begin()
-        with nullcontext() if self._finder is None else self._finder.behind():
-            place = self._saver.branch(ids, self.kvflash_branch) if reset else None
-            reading = answer.read(prompt, place, going_on=going_on is not None, shares=self.kvflash_together)
-            yield from reading  # type: ignore[misc]  # as below
-            if reset and reader.sequence is not None:
-                reader.keep_end()
-            try:
-                self._saver.keep_prefix()
-                while (token := answer.accept()) is not None:
-                    try:
-                        sent = yield token
-                    except GeneratorExit:
-                        answer.leave()
-                        raise
-                    step = answer.advance(sent)
-                    if step is None:
-                        continue
-                    pending = None
-                    if self.kvflash_together:
-                        pending = answer.pending(step)
-                        yield pending  # type: ignore[misc]  # see there
-                    answer.compute(step, pending)
-            except NotFinite:
-                self.reset()  # it is not kept for later
-                raise
-            finally:
-                self._saver.keep_prefix()
-                sequence = reader.sequence
-                if sequence is not None and not sequence.engine.closed:
-                    sequence.settle()
-                    if sequence.engine.info.host_compute:
-                        cores.end(began)
-                    if self._finder is not None and sequence.length > sequence.pool.share:
-                        self._finder.start()
+        with closing(Task(self._saver, request).steps()) as steps:
+            sent: Sequence[int] | None = None
+            with suppress(StopIteration):
+                while True:
+                    step = steps.send(sent)
+                    sent = (yield step) if isinstance(step, int) else None
 
     @changing
     def finish_preview(self) -> int:
@@ -486,17 +453,17 @@ class Llama(llama_cpp.Llama):
         changed then. With `logits_all` the rows of all tokens but the last are NaN: a file does not have them.
         """
         self._saver.go_on_from(self._saver.snapshots.load(Path(path)))
-        return self.n_tokens
+        return self._at_hand.n_tokens
 
     @locked
     def save_state(self) -> llama_cpp.LlamaState:
-        """The text and its memory. Logits of all tokens are carried only with `logits_all`."""
-        return self._saver.save_state()
+        """Return the text and its memory. Logits of all tokens are carried only with `logits_all`."""
+        return stock.save_state(self._saver)
 
     @changing
     def load_state(self, state: llama_cpp.LlamaState) -> None:
         """Return to a saved state of the same model and settings. SnapshotError, and no change, if it does not fit."""
-        self._saver.load_state(state)
+        stock.load_state(self._saver, state)
 
     # --- texts that are swapped out within this process
 
@@ -506,8 +473,7 @@ class Llama(llama_cpp.Llama):
 
         Raises HostMemoryError where there is no room for what only the device holds.
         """
-        _ = self._saver.snapshots
-        return self._saver.saved(None)
+        return self._saver.park()
 
     @changing
     def resume(self, parked: SessionState) -> None:
@@ -515,15 +481,14 @@ class Llama(llama_cpp.Llama):
 
         Raises SnapshotError where a page cannot be read, HostMemoryError: nothing has changed then.
         """
-        _ = self._saver.snapshots
-        self._saver.go_on_from(parked.share())
+        self._saver.resume(parked)
 
     def write_parked(self, parked: SessionState, path: str | Path, *, sync: bool = True) -> None:
         """Write a parked text to a file as `save_snapshot` does. Raises SnapshotError.
 
         sync: wait until it is on the disk. Without it the file outlives this process, but perhaps no loss of power.
         """
-        self._saver.snapshots.save(parked.share(), Path(path), compress=False, sync=sync).result()
+        self._saver.write(parked, Path(path), sync=sync)
 
     def read_parked(self, path: str | Path) -> SessionState:
         """Open a file of `save_snapshot` or `write_parked`, to be resumed and released. Raises SnapshotError."""
@@ -536,8 +501,8 @@ class Llama(llama_cpp.Llama):
 
     @locked
     def newest_logits(self) -> npt.NDArray[np.single]:
-        """A copy of the logits of the newest token. KVFlashError where none are kept."""
-        row: npt.NDArray[np.single] = self._reader.logits_row(self.n_tokens - 1).copy()
+        """Return a copy of the logits of the newest token. KVFlashError where none are kept."""
+        row: npt.NDArray[np.single] = self._at_hand.logits_row(self.n_tokens - 1).copy()
         return row
 
     # --- prefix cache
@@ -545,17 +510,25 @@ class Llama(llama_cpp.Llama):
     @locked
     def set_cache(self, cache: PrefixCache | BaseLlamaCache | None) -> None:
         """Use a prefix cache from now on: ours, which needs a pool, one of upstream's, or none."""
-        self._saver.use(cache)
-        super().set_cache(None if isinstance(cache, PrefixCache) else cache)
+        if not isinstance(cache, PrefixCache | None) and not hasattr(cache, "__setitem__"):
+            raise ConfigError(
+                f"set_cache({cache!r}): a PrefixCache, such as PrefixCache(folder=...), or one of upstream's"
+            )
+        if cache is None or isinstance(cache, PrefixCache):
+            self._saver.use(cache)
+            super().set_cache(None)
+        else:
+            self._saver.use(None)
+            super().set_cache(cache)
 
     @contextmanager
     def without_cache(self) -> Iterator[None]:
         """Return a context manager in which nothing is taken from the prefix cache, and nothing is kept there."""
-        prefixes, self._reader.prefixes = self._reader.prefixes, None
+        prefixes, self._at_hand.prefixes = self._at_hand.prefixes, None
         try:
             yield
         finally:
-            self._reader.prefixes = prefixes
+            self._at_hand.prefixes = prefixes
 
     @property
     def draft_model(self) -> Any:
@@ -564,7 +537,7 @@ class Llama(llama_cpp.Llama):
 
     @draft_model.setter
     def draft_model(self, model: Any) -> None:
-        self._draft_model, reader = model, self._reader
+        self._draft_model, reader = model, self._at_hand
         if reader.sequence is not None and self._config is not None:
             if reader.speculator is not None:
                 self._drafting = self._drafting.after(reader.speculator)
@@ -573,10 +546,13 @@ class Llama(llama_cpp.Llama):
     @property
     def kvflash(self) -> PoolStats | None:
         """The live state of the pool, or None without one."""
-        sequence, speculator = self._reader.sequence, self._reader.speculator
-        if sequence is None or self._size is None:
-            return None
-        return PoolStats(sequence, self._size, self._finder, speculator, swa_full=self.context_params.swa_full)
+        return None if self._at_hand.sequence is None or self._size is None else self._stats_of(self._at_hand)
+
+    def _stats_of(self, text: Text) -> PoolStats:
+        """Return the live state of the pool as a text on it sees it."""
+        assert self._size is not None
+        swa_full = self.context_params.swa_full
+        return PoolStats(text.pooled, self._size, text.model.finder, text.speculator, swa_full=swa_full)
 
     def create_chat_completion(self, *args: Any, **settings: Any) -> Any:
         """Answer a chat; with `tools`, by the model's own template, if it has one and no `chat_format` was given.
@@ -588,7 +564,7 @@ class Llama(llama_cpp.Llama):
         if "stop" in given:
             given["stop"] = stop_texts(given["stop"])
         with asked.templating(given.get("messages")):
-            if self._reader.sequence is not None and isinstance(self.chat_handler, vision.HANDLERS):
+            if self._at_hand.sequence is not None and isinstance(self.chat_handler, vision.HANDLERS):
                 return vision.answer(self, **given)
             made = Chatting(self).answer(given) if self.chat_format == self._own_format else None
             return super().create_chat_completion(**given) if made is None else made
@@ -620,8 +596,16 @@ class Llama(llama_cpp.Llama):
         stops = stop_texts(stop)
         completion: Any = super()._create_completion(prompt, logits_processor=logits_processor, stop=stops, **kwargs)
         echoes = bool(kwargs.get("echo")) and kwargs.get("logprobs") is not None and not kwargs.get("stream")
-        completion = limited(self, completion, kwargs.get("max_tokens"), echoes=echoes)
+        completion = self._limited(completion, kwargs.get("max_tokens"), echoes=echoes)
         return self._call_lock.pieces(completion) if kwargs.get("stream") else self._call_lock.whole(completion)
+
+    def _limited(self, completion: Iterator[Any], most: int | None, *, echoes: bool) -> Iterator[Any]:
+        """Yield a completion, and know how many tokens `generate` is asked for, and what `_scores` serve."""
+        self._most, self._echoes = most if most and most > 0 else None, echoes
+        try:
+            yield from completion
+        finally:
+            self._most, self._echoes = None, False
 
     def close(self) -> None:
         """Free the model, once the call that computes with it has ended. Later ones raise KVFlashError."""
@@ -632,10 +616,12 @@ class Llama(llama_cpp.Llama):
                 super().close()
                 closed: Any = Closed()
                 self._ctx = self._model = self._tokenizer = closed
+                if hasattr(self._at_hand, "model"):
+                    self._at_hand.model.close()
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        state["logits_all"] = self._logits_all and (self.draft_model is None or self._reader.sequence is not None)
+        state["logits_all"] = self._logits_all and (self.draft_model is None or self._at_hand.sequence is not None)
         state["tokenizer"] = self._pickled_tokenizer
         state["kvflash"] = self._config
         return state | self._rpc | self._placement.keywords() | self._weights

@@ -5,7 +5,6 @@ llm: the Llama, which imports this file.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 from dataclasses import replace
@@ -13,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
-import numpy as np
 
 from .. import policy
 from ..calibration.finder import open_finder
@@ -24,39 +22,41 @@ from ..errors import ConfigError
 from ..native import engine as native
 from ..placement import sizing
 from ..placement.sizing import PoolSize, with_steps
+from ..runtime.saving import Saver
+from ..runtime.text import Text
 from ..sequence.pool import Pool
 from ..sequence.sequence import Sequence
-from .call_lock import CallLock
+from ..snapshot import fingerprint
 from .context import PagedContext, take_closing
 from .drafting import Drafting
-from .reader import Reader
 from .reading import open_sequence
-from .saving import Saver
 
 if TYPE_CHECKING:
     from ..speculation.loop import Speculator
+    from .stats import PoolStats
 
 logger = logging.getLogger("kvflash_ggml")
 
 
 def open_pool(llm: Any, size: PoolSize) -> None:
     """Open the pool of a Llama's context, with its scorer and its drafters."""
-    assert llm._config is not None
+    config, text, room = llm._config, llm._at_hand, llm._room
+    model, stack = text.model, text.model.context._exit_stack
     n_ubatch = llm.context_params.n_ubatch or llm.context_params.n_batch  # 0 is upstream's "as n_batch"
     if llm._drafter is not None:
         llm._scorer = drafter.make_scorer(llm, llm._drafter, idle=size.slots - 2 * n_ubatch)
-    engine = native.Engine(ctypes.cast(llm._ctx.ctx, ctypes.c_void_p).value or 0, max(n_ubatch, llm._room.rows))
-    llm._ctx._exit_stack.callback(engine.close)  # should anything of what follows fail
-    drafting, stack = Drafting(), llm._ctx._exit_stack
-    if llm._room.rows:
+    scorer = llm._scorer
+    engine = native.Engine(ctypes.cast(model.context.ctx, ctypes.c_void_p).value or 0, max(n_ubatch, room.rows))
+    stack.callback(engine.close)  # should anything of what follows fail
+    drafting = Drafting()
+    if room.rows:
         from .speculating import open_drafting  # here, as below: it imports every drafter
 
-        drafting = open_drafting(llm, llm._config, llm._found, engine, llm._room.rows, stack)
+        drafting = open_drafting(llm, config, llm._found, engine, room.rows, stack)
     llm._drafting = drafting
-    config = llm._config
     sizing.warn_if_tight(engine.info.devices, n_ubatch)
     mapped = llm.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP
-    limit = sizing.image_limit(config, sizing.address(llm._model), size, engine.info.page_bytes, mapped=mapped)
+    limit = sizing.image_limit(config, sizing.address(model.weights), size, engine.info.page_bytes, mapped=mapped)
     pool = Pool(
         engine,
         n_ubatch=n_ubatch,
@@ -64,13 +64,13 @@ def open_pool(llm: Any, size: PoolSize) -> None:
         spill=config.spill,
         fixed_rows=config.deterministic_batch,
     )
-    sequence = open_sequence(llm, config, pool, llm._scorer)
-    context = llm._ctx
-    _open_text(llm, sequence)
-    llm._reader.speculator = sequence.follower = speculator_of(llm, llm._reader, config, llm._drafting)
-    llm._finder = open_finder(llm, sequence, llm._scorer)
-    if llm._finder is not None:
-        context._exit_stack.callback(llm._finder.close)
+    sequence = open_sequence(llm, config, pool, scorer)
+    _open_text(llm, llm._saver, sequence)
+    llm._ctx = PagedContext(model.context, sequence)
+    text.speculator = sequence.follower = speculator_of(llm, text, config, drafting)
+    model.finder = open_finder(llm, sequence, scorer)
+    if model.finder is not None:
+        stack.callback(model.finder.close)
     assert llm.kvflash is not None
     if llm.verbose:
         logger.warning(llm.kvflash.banner())
@@ -79,14 +79,14 @@ def open_pool(llm: Any, size: PoolSize) -> None:
 
 
 def speculator_of(
-    llm: Any, reader: Reader, config: KVFlashConfig, drafting: Drafting, first: Speculator | None = None
+    llm: Any, text: Text, config: KVFlashConfig, drafting: Drafting, first: Speculator | None = None
 ) -> Speculator | None:
-    """What drafts for a model; None if nothing does. As `speculating.make_speculator`, which it calls."""
+    """Make what drafts for a model; None if nothing does. As `speculating.make_speculator`, which it calls."""
     if llm.draft_model is None and not drafting.drafters and first is None and config.answer != "lossless":
         return None
     from .speculating import make_speculator  # here: it imports every drafter
 
-    return make_speculator(llm, reader, config, drafting, first)
+    return make_speculator(llm, text, config, drafting, first)
 
 
 def allow_several(params: Any, sequences: int, *, n_batch: int, n_ubatch: int) -> None:
@@ -121,37 +121,45 @@ def with_sequences(llm: Any, config: KVFlashConfig) -> tuple[KVFlashConfig, str]
     return config, alone
 
 
-def _open_text(llm: Any, sequence: Sequence) -> None:
-    """Let a Llama hold the text of a sequence."""
-    llm._reader.sequence = sequence
+def _open_text(llm: Any, saver: Saver, sequence: Sequence) -> None:
+    """Let a text of a Llama have the memory of a sequence."""
+    saver.text.sequence, context = sequence, saver.text.model.context
     # with the context's own, which a garbage collector may close before it closes this
-    llm._ctx._exit_stack.callback(sequence.close, partial(take_closing, llm._ctx))
-    llm._saver.open(llm, sequence.engine)
-    llm._ctx = PagedContext(llm._ctx, sequence)
+    context._exit_stack.callback(sequence.close, partial(take_closing, context))
+    saver.open(fingerprint.of_llama(llm, sequence.engine))
 
 
-def open_beside(llm: Any, seq: int) -> Any:
-    """Return a Llama on the same model, context and pool, which holds the text of another sequence.
+def open_beside(llm: Any, seq: int) -> Saver:
+    """Return the text of another sequence on a Llama's pool, which is closed with it.
 
-    It is closed with the first one, and has its settings. Its text drafts for itself if the first one's does.
+    It reads as the first one does, and drafts for itself if that does.
     """
-    first, config = llm._reader.sequence, llm._config
-    made = object.__new__(type(llm))
-    vars(made).update(vars(llm))
-    made._stack, made._call_lock = contextlib.ExitStack(), CallLock()
-    made.input_ids, made.n_tokens = np.zeros_like(llm.input_ids), 0
-    made._reader = Reader(made)
-    made._saver = Saver(made._reader)
-    made._scorer = policy.resolve(config.policy)
-    _open_text(made, open_sequence(made, config, first.pool, made._scorer, seq=seq, reading=first.reading))
-    speculator = speculator_of(made, made._reader, config, llm._drafting, llm._reader.speculator)
-    if speculator is not None:
+    first, config = llm._at_hand, llm._config
+    text = Text()
+    text.open(first.model)
+    text.seed = first.seed
+    own = open_sequence(
+        llm, config, first.pooled.pool, policy.resolve(config.policy), seq=seq, reading=first.pooled.reading
+    )
+    saver = Saver(text)
+    _open_text(llm, saver, own)
+    text.speculator = own.follower = speculator_of(llm, text, config, llm._drafting, first.speculator)
+    if text.speculator is not None:
         from ..speculation.loop import ANOTHER
 
-        speculator.lend(ANOTHER)
-    made._reader.speculator = made._reader.sequence.follower = speculator
-    if made._finder is not None:
-        made._finder.settle(made._reader.sequence)
-    if llm._reader.prefixes is not None:
-        made._saver.use(llm._reader.prefixes.cache)
-    return made
+        text.speculator.lend(ANOTHER)
+    if text.model.finder is not None:
+        text.model.finder.settle(own)
+    if first.prefixes is not None:
+        saver.use(first.prefixes.cache)
+    return saver
+
+
+def texts_of(llm: Any) -> list[tuple[Saver, PoolStats]]:
+    """Return all texts that a Llama's pool has room for, its own first, each with what tells of it.
+
+    The further ones are opened now. They are closed with the Llama, which nothing else may use meanwhile.
+    """
+    count = llm._at_hand.pooled.config.sequences
+    texts = [llm._saver, *(open_beside(llm, seq) for seq in range(1, count))]
+    return [(one, llm._stats_of(one.text)) for one in texts]

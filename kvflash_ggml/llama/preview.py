@@ -47,7 +47,7 @@ def passages(ids: Int32s, most: int) -> Int64s:
 
 
 def part(ids: Int32s, known: int, share: float) -> Int64s | None:
-    """The positions that a preview reads of a prompt, `known` tokens of which need not be read; None for all of it.
+    """Return the positions that a preview reads of a prompt, `known` tokens of which are known; None for all of it.
 
     share: the part that it reads, 0 to 1.
     """
@@ -75,7 +75,7 @@ def best(length: int, most: int, starts: Int64s, scores: npt.NDArray[np.float64]
 
 
 def _scores(ids: Int32s, starts: Int64s) -> npt.NDArray[np.float64]:
-    """BM25 of each passage; [passages]. All are equally long."""
+    """Score each passage by BM25; [passages]. All are equally long."""
     res = np.zeros(len(starts))
     singles = ids.astype(np.int64)
     for terms in (singles, singles[:-1] << 32 | singles[1:]):
@@ -89,7 +89,7 @@ def _scores(ids: Int32s, starts: Int64s) -> npt.NDArray[np.float64]:
 
 
 def _asked(terms: Int64s) -> list[tuple[int, int]]:
-    """The terms at the end, each once: how far it is from the end, and the term."""
+    """Return the terms at the end, each once: how far it is from the end, and the term."""
     newest = terms[-QUERY:][::-1]
     found, at = np.unique(newest, return_index=True)
     return list(zip(at.tolist(), found.tolist(), strict=True))
@@ -122,7 +122,7 @@ class Previews:
         yield from make(tokens, reset=reset) if places is None else self._preview(make, tokens, places)
 
     def _preview(self, make: Make, tokens: Sequence[int], places: Int64s) -> Tokens:
-        llm, saver, reader = self._llm, self._llm._saver, self._llm._reader
+        llm, saver, reader = self._llm, self._llm._saver, self._llm._at_hand
         before = saver.saved(None) if llm.n_tokens else None
         reader.previewing = True
         try:
@@ -149,7 +149,7 @@ class Previews:
 
         def ask(ids: Any, logits: Any) -> bool:
             nonlocal met
-            if stopping is not None and (self._unread is None or self._llm._reader.previewing):
+            if stopping is not None and (self._unread is None or self._llm._at_hand.previewing):
                 met = stopping(ids, logits)
             return met
 
@@ -166,7 +166,7 @@ class Previews:
 
 
 def previews_of(llm: Any) -> Previews | None:
-    """Previews for a `Llama` that was asked to make them."""
+    """Make previews for a `Llama` that was asked to make them."""
     return Previews(llm, llm._config.preview_share) if llm._config.reading == "preview" else None
 
 
@@ -176,7 +176,7 @@ def refuse(what: str) -> None:
 
 
 def previewed(generate: Make) -> Make:
-    """A decorator for `Llama.generate`: long prompts are answered by a preview where the model is to make them."""
+    """Decorate `Llama.generate`: long prompts are answered by a preview where the model is to make them."""
     parameters = inspect.signature(generate)
 
     @wraps(generate)

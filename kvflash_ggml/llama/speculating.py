@@ -16,6 +16,7 @@ from ..config import DFLASH, EAGLE3, MTP, NGRAM, SIMPLE, KVFlashConfig, SpecConf
 from ..errors import ConfigError, ConversionError, HostMemoryError, UnsupportedError
 from ..native.engine import Engine
 from ..placement.sizing import address
+from ..runtime.pool_drafter import PoolDrafter
 from ..speculation.base import Callback, Drafter, FeatureRows, Target
 from ..speculation.chained import Eagle3, Mtp, Small
 from ..speculation.decision import WIDTHS, Controller, Controls, Fixed
@@ -25,10 +26,9 @@ from ..speculation.guarded import GuardedDrafter
 from ..speculation.loop import Speculator
 from ..speculation.ngram import NGram
 from .drafting import Drafting
-from .pool_drafter import PoolDrafter
 
 if TYPE_CHECKING:
-    from .reader import Reader
+    from ..runtime.text import Text
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -79,7 +79,7 @@ def open_drafting(
 
 
 def _open(found: Found, target: Target, spec: SpecConfig, stack: ExitStack) -> Drafter:
-    """One drafter. It goes before the context of its target, on which it may depend."""
+    """Open a drafter. It goes before the context of its target, on which it may depend."""
     drafter: Drafter
     if found.type == NGRAM:
         drafter = NGram()
@@ -97,7 +97,7 @@ _BY_FILE: dict[str, Callable[..., Drafter]] = {DFLASH: DFlash, EAGLE3: Eagle3, S
 
 
 def is_lone(type: str, config: KVFlashConfig, engine: Engine) -> bool:
-    """Does a drafter of this type draft only for a text that is decoded alone?
+    """Tell whether a drafter of this type drafts only for a text that is decoded alone.
 
     A drafting model has one context. A step has equally many rows of each text with recurrent state, which must be able
     to go back over those that are no drafts.
@@ -107,9 +107,9 @@ def is_lone(type: str, config: KVFlashConfig, engine: Engine) -> bool:
 
 
 def make_speculator(
-    llm: llama_cpp.Llama, reader: Reader, config: KVFlashConfig, drafting: Drafting, first: Speculator | None = None
+    llm: llama_cpp.Llama, text: Text, config: KVFlashConfig, drafting: Drafting, first: Speculator | None = None
 ) -> Speculator | None:
-    """What drafts for a model: its `draft_model` first, then what was opened; None if nothing does.
+    """Make what drafts for a model: its `draft_model` first, then what was opened; None if nothing does.
 
     first: of another text on the same pool, which has drafting models until both are told otherwise by `lend`.
 
@@ -118,8 +118,7 @@ def make_speculator(
     """
     if llm.draft_model is not None and config.sequences > 1:
         raise ConfigError(f"draft_model serves one sequence, and parallel is {config.parallel}: leave out one of them")
-    assert reader.sequence is not None
-    engine, heap = reader.sequence.engine, reader.sequence.paging.heap
+    engine, heap = text.pooled.engine, text.pooled.paging.heap
     given = [] if llm.draft_model is None else [Callback(llm.draft_model)]
     sources = [
         GuardedDrafter(drafter, is_lone(drafter.name, config, engine), heap.room)
@@ -136,13 +135,13 @@ def make_speculator(
         level = config.sequences > 1 and engine.info.recurrent
         return speculator(sources, _controls(spec, drafting, level), features=drafting.features, total=drafting.total)
     nested = speculator(sources, _controls(spec, drafting), total=drafting.on_pool) if sources else None
-    pool = GuardedDrafter(PoolDrafter(reader, nested))
+    pool = GuardedDrafter(PoolDrafter(text, nested))
     order = [*sources, pool] if spec.width is None else [pool, *sources]
     return speculator(order, _controls(spec, drafting), features=drafting.features, total=drafting.total, nested=nested)
 
 
 def _controls(spec: SpecConfig, drafting: Drafting, level: bool = False) -> Controls:
-    """By costs, or a fixed width. level: see `Controller`."""
+    """Choose drafts by costs, or by a fixed width. level: see `Controller`."""
     if spec.width is not None:
         return Fixed(spec.width)
     if drafting.rows < 2:
@@ -170,6 +169,6 @@ def _target(llm: llama_cpp.Llama, spec: SpecConfig, ends: frozenset[int]) -> Tar
 
 
 def _ends(llm: llama_cpp.Llama) -> frozenset[int]:
-    """The tokens that end a text."""
+    """Return the tokens that end a text."""
     vocab = llm._model.vocab
     return frozenset(token for token in range(llm.n_vocab()) if llama_cpp.llama_vocab_is_eog(vocab, token))

@@ -89,14 +89,14 @@ class Projector(MTMDChatHandler):
 
 @lru_cache(8)
 def _takes_parts(template: str) -> bool:
-    """Does a chat template go through the parts of a message?"""
+    """Tell whether a chat template goes through the parts of a message."""
     from ..chat.templates import ChatTemplate  # here, as the decoders below: few models see or hear
 
     return ChatTemplate(template).caps["supports_typed_content"]
 
 
 def _with_urls(message: Any) -> Any:
-    """A message of a chat with its sound as upstream's handlers take images. ConfigError for a part without data."""
+    """Return a message with its sound as upstream's handlers take images. ConfigError for a part without data."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -127,7 +127,7 @@ def open_projector(llm: Any, handler: Any) -> None:
 
 
 def reserve_bytes(handler: Any) -> int:
-    """Memory of the first device that the projector of a chat handler will take, roughly: its weights, and what they
+    """Estimate the memory that a chat handler's projector will take on the first device: its weights, and what they
     compute with, which it takes as images need it. 0 for a handler without one, and no weights of one that is loaded.
     """
     if not isinstance(handler, HANDLERS):
@@ -161,9 +161,9 @@ class Encoder:
     """
 
     def __init__(self, llm: Any) -> None:
-        handler, sequence = llm.chat_handler, llm._reader.sequence
+        handler, sequence = llm.chat_handler, llm._at_hand.sequence
         pool = sequence.pool
-        speculator = llm._reader.speculator
+        speculator = llm._at_hand.speculator
         if speculator is not None and (speculator.types != (NGRAM,) or llm._config.answer == "lossless"):
             raise ConfigError(
                 f"drafts by {', '.join(speculator.types)} beside a chat handler for images, with answers "
@@ -224,7 +224,7 @@ class Encoder:
         return Medium(key, numbers_of(key, count, advances, mutual=mutual), axes)
 
     def _check_span(self, rows: int, *, alone: bool) -> None:
-        """ConfigError if a pool cannot read so many rows that see each other. alone: none share a position."""
+        """Raise ConfigError if a pool cannot read so many rows that see each other. alone: none share a position."""
         if self._alibi or not alone:
             raise ConfigError("images whose rows see each other, of a model with ALiBi or M-RoPE: use kvflash=None")
         if rows > self._step:
@@ -256,7 +256,7 @@ class Encoder:
         return np.ascontiguousarray(at[0].T)
 
     def encode(self, chunk: Any, count: int) -> Floats:
-        """The embeddings of a chunk of so many rows, [count, width]. DecodeError if its encoder fails."""
+        """Return the embeddings of a chunk of so many rows, [count, width]. DecodeError if its encoder fails."""
         with self._lock:
             code = self.mtmd.mtmd_encode_chunk(self.context, chunk)
             if code:
@@ -323,7 +323,7 @@ class _Uncleared:
         return getattr(self._context, name)
 
     def kv_cache_clear(self) -> None:
-        """Nothing: the text at hand is what the prompt is compared with."""
+        """Do nothing: the text at hand is what the prompt is compared with."""
 
 
 class _Mtmd:
@@ -363,7 +363,7 @@ def _log_as_upstream(handler: Any) -> None:
 
 
 def _digest(handler: Any) -> bytes:
-    """SHA-256 of a handler's projector file, which is read once."""
+    """Return the SHA-256 of a handler's projector file, which is read once."""
     known: bytes | None = getattr(handler, "_kvflash_digest", None)
     if known is None:
         with (

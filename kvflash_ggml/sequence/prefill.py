@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +31,12 @@ LEFT_OVER = 16
 """Tokens before the question that are evaluated with it where a prompt has no more: the newest token of the last
 answer, and marks of a template. A step of their own would take as long, and the state after them would have to be
 kept.
+"""
+
+
+Pieces = Generator[Step | None, None, None]
+"""The steps of a reading: each is computed before the next call, and an error of that is thrown in here. None: between
+two of them, where steps of other texts may come.
 """
 
 
@@ -67,15 +76,15 @@ class Prefill:
         self.total = len(self.tokens)
         self.stretches = [self.total] if self.tokens.min() >= 0 else list(self.text.pool.media.stretches(self.tokens))
 
-    def read(self, replay: Replay | None) -> None:
+    def read(self, replay: Replay | None) -> Pieces:
         """Evaluate the prompt. replay: its ending, if it was read before."""
         self._forget()
         if replay is not None:
-            self._replay(replay)
+            yield from self._replay(replay)
         elif self.text.reading.exact:
-            self._read_exactly()
+            yield from self._read_exactly()
         else:
-            self._read_by_pool()
+            yield from self._read_by_pool()
 
     def _forget(self) -> None:
         """Forget the request before."""
@@ -110,7 +119,7 @@ class Prefill:
 
     # --- three readers
 
-    def _replay(self, replay: Replay) -> None:
+    def _replay(self, replay: Replay) -> Pieces:
         """Evaluate a known prompt ending with the residency it had the first time: the same question gets the same
         answer.
         """
@@ -119,13 +128,13 @@ class Prefill:
         with text.recovery.told():
             text.checkpoints.before_step(text.length, wanted=True)
         relevance.ranking, relevance.rebuild = replay.table.scores, replay.rebuild
-        text.compute(text.prepare(replay.tokens, self._logits, self.after, places=replay.table))
+        yield text.prepare(replay.tokens, self._logits, self.after, places=replay.table)
         relevance.ranking, relevance.rebuild = replay.ranking, replay.due
         relevance.scoring.replays.keep(replay)
         self._count(self.total)
         self._report()
 
-    def _read_exactly(self) -> None:
+    def _read_exactly(self) -> Pieces:
         """Evaluate the prompt with the whole text in view, or as much of it as the layer buffers hold."""
         text, scoring = self.text, self.text.relevance.scoring
         rescore = self._reselects and text.length + self.total > text.span.tokens
@@ -134,25 +143,25 @@ class Prefill:
             count = self._next(end, spare=rescore)
             last = self.done + count == self.total
             wanted = text.relevance.ask(text.length + count) if last else NO_MASSES
-            self._step(count, rescore=rescore, wanted=wanted, stream=True)
+            yield from self._step(count, rescore=rescore, wanted=wanted, stream=True)
         if scoring is not None:
             text.relevance.take(scoring.take())  # the answer begins with the chunks that the prompt's end asks for
             if not text.sees_everything:
                 text.stats.ranked, text.stats.ranked_why = scoring.masses.ranked
 
-    def _read_by_pool(self) -> None:
+    def _read_by_pool(self) -> Pieces:
         """Evaluate the prompt with the resident chunks in view, then its question again with the chunks it asks for."""
         last = self.total
         # once more before each step: the text may have lost blocks to others since
         while self.done < (last := min(last, max(self.done, self.total - self._question_size()))):
-            self._step(self._next(self._batch_end(last), spare=self._reselects), rescore=self._reselects)
+            yield from self._step(self._next(self._batch_end(last), spare=self._reselects), rescore=self._reselects)
         before: Before | None = None
         while self.done < self.total:
             count = self._next(self.total, question=True)
             before = Before.of(self.text)
-            self._step(count, rescore=self._reselects)
+            yield from self._step(count, rescore=self._reselects)
         if before is not None:
-            self._reread_question(self.tokens[last:], before)
+            yield from self._reread_question(self.tokens[last:], before)
 
     # --- steps
 
@@ -194,17 +203,19 @@ class Prefill:
         text.relevance.take_overlapped()
         return count
 
-    def _step(self, count: int, *, rescore: bool, wanted: MassRequest = NO_MASSES, stream: bool = False) -> None:
+    def _step(self, count: int, *, rescore: bool, wanted: MassRequest = NO_MASSES, stream: bool = False) -> Pieces:
         """Evaluate the next `count` tokens."""
         text, relevance, start = self.text, self.text.relevance, self.text.length
         output = Output(every=self.output_all, last=True, wanted=wanted)  # each step tells whether it is finite
         with nullcontext() if relevance.scoring is None else relevance.scoring.before_seals(wanted):
-            text.evaluate(self.tokens[self.done : self.done + count], output, self.after, stream=stream)
+            yield text.prepare(self.tokens[self.done : self.done + count], output, self.after, stream=stream)
             self._count(count)
             finished = self.done == self.total
             if rescore or (finished and relevance.scoring is not None):
                 relevance.request(text.tokens, text.view, rows=None if finished else 1, wanted=wanted, start=start)
         self._report()
+        if not finished:
+            yield None
 
     def _count(self, count: int) -> None:
         """Count the tokens of a finished step."""
@@ -246,7 +257,7 @@ class Prefill:
         media = np.flatnonzero(self.tokens[total - size :] < 0)
         return size - (int(media[-1]) + 1 if len(media) else 0)
 
-    def _reread_question(self, tokens: Int32s, before: Before) -> None:
+    def _reread_question(self, tokens: Int32s, before: Before) -> Pieces:
         """Recall the chunks that the end of the prompt asks for, and evaluate it again, so that its logits have seen
         them.
 
@@ -262,7 +273,7 @@ class Prefill:
             assert left == start, "a checkpoint is taken before the last step of a prompt"
             relevance.ranking, relevance.rebuild = ranking, True
             before = Before.of(text)
-            text.evaluate(tokens, self._logits, self.after)
+            yield text.prepare(tokens, self._logits, self.after)
         elif ranking is not None:
             text.events.changed(text.length, text.table.resident_chunks, generating=False)
         found = Replay(
@@ -276,7 +287,7 @@ class Prefill:
         relevance.scoring.replays.keep(found)
 
 
-def extend(
+def pieces(
     sequence: Sequence,
     tokens: Int32s,
     *,
@@ -285,7 +296,7 @@ def extend(
     progress: Progress | None = None,
     checkpoint: int | None = None,
     prompt: bool = False,
-) -> None:
+) -> Pieces:
     """Evaluate tokens after the text: one as part of an answer, several as a prompt.
 
     Logits of the last token are kept, or of all with `output_all`. after(start, count) runs after each step, while the
@@ -301,9 +312,43 @@ def extend(
     if sequence.scoring is not None and not sequence.reading.exact and (prompt or len(tokens) > 1):
         replay = in_one_step(sequence, sequence.scoring.replays.at(sequence.length, tokens))
     if len(tokens) == 1 and not prompt:
-        sequence.finish(sequence.prepare_answer(tokens, EVERY if output_all else LAST, after))
+        yield sequence.prepare_answer(tokens, EVERY if output_all else LAST, after)
         return
-    Prefill(sequence, tokens, output_all, after, progress, checkpoint).read(replay)
+    yield from Prefill(sequence, tokens, output_all, after, progress, checkpoint).read(replay)
+
+
+def computed(reading: Pieces, compute: Callable[[Step], None]) -> Pieces:
+    """Yield what a reading yields, and compute each step when the caller goes on."""
+    error: BaseException | None = None
+    try:
+        while True:
+            try:
+                step = next(reading) if error is None else reading.throw(error)
+            except StopIteration:
+                return
+            error = None
+            yield step
+            try:
+                if step is not None:
+                    compute(step)
+            except BaseException as err:
+                error = err
+    finally:
+        reading.close()
+
+
+def compute(sequence: Sequence, step: Step) -> None:
+    """Compute a step of `pieces` alone."""
+    if step.generated:
+        sequence.finish(step)
+    else:
+        sequence.compute(step)
+
+
+def extend(sequence: Sequence, tokens: Int32s, **how: Any) -> None:
+    """Evaluate tokens, step by step. Arguments: those of `pieces`."""
+    for _ in computed(pieces(sequence, tokens, **how), partial(compute, sequence)):
+        pass
 
 
 def may_share(sequence: Sequence, count: int) -> bool:

@@ -170,7 +170,7 @@ class LlamaPrompts:
     def _check_grammar(self, grammar: Grammar | str, salt: str) -> None:
         import llama_cpp
 
-        from ..llama.samplers import sampler_of
+        from ..runtime.samplers import sampler_of
 
         grammar = Grammar(text=grammar) if isinstance(grammar, str) else grammar
         llama_cpp.llama_sampler_free(sampler_of(self._model.vocab, grammar))

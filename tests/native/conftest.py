@@ -31,8 +31,8 @@ from support.harness import (
 from support.rounding import GPU_LAYERS, ON_GPU
 
 from kvflash_ggml import KVFlashConfig
-from kvflash_ggml.llama.hints import SlowPrompt
 from kvflash_ggml.native import library
+from kvflash_ggml.runtime.hints import SlowPrompt
 
 
 @contextmanager

@@ -303,7 +303,7 @@ def test_a_drafter_whose_context_has_no_room(
 # --- Ctrl-C
 
 LOOP = (
-    "llama/generation.py", "llama/pool_drafter.py", "llama/reader.py", "llama/llama.py", "speculation/loop.py",
+    "runtime/task.py", "runtime/pool_drafter.py", "runtime/text.py", "llama/llama.py", "speculation/loop.py",
     "speculation/base.py", "speculation/draft.py", "speculation/ngram.py", "speculation/decision.py",
     "speculation/costs.py", "sequence/sequence.py", "llama/call_lock.py",
 )  # fmt: skip

@@ -16,7 +16,7 @@ SESSION = tuple(f"sequence/{name}.py" for name in PARTS)
 MAPPING = (*SESSION, "pool/page_table.py", "pool/plan.py")
 HOST = ("heap", "image", "slabs", "store")
 BYTES = (*(f"host/{name}.py" for name in HOST), "native/engine.py", "native/status.py", "llama/call_lock.py")
-RESTORING = (*SESSION, "sequence/restore.py", "llama/reader.py", "llama/saving.py", "llama/llama.py")
+RESTORING = (*SESSION, "sequence/restore.py", "runtime/text.py", "runtime/saving.py", "llama/llama.py")
 
 
 def loses_a_look(stack: list[str]) -> bool:

@@ -32,7 +32,7 @@ from support.integrity import check_table
 from kvflash_ggml import KVFlashConfig, system
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.errors import ConfigError, ContextFull, DecodeError, KVFlashError, SnapshotError, SnapshotMismatch
-from kvflash_ggml.llama.hints import SlowPrompt
+from kvflash_ggml.runtime.hints import SlowPrompt
 from kvflash_ggml.threads import Worker
 
 GREEDY = {"temp": 0.0}
@@ -326,15 +326,15 @@ def test_a_page_that_is_lost_while_catching_up_is_read_again(llama: Any, tokens:
     fresh.eval(tokens[:901].tolist())
     llm.eval(tokens[:700].tolist())
     llm.input_ids[700:900], llm.n_tokens = tokens[700:900], 900
-    extend, calls = prefill.extend, []
+    pieces, calls = prefill.pieces, []
 
-    def lost(session: Any, data: Any, **keywords: Any) -> None:
+    def lost(session: Any, data: Any, **keywords: Any) -> Any:
         calls.append(len(data))
         if len(calls) == 1:
             raise SnapshotError("a page is damaged")
-        extend(session, data, **keywords)
+        return pieces(session, data, **keywords)
 
-    with mock.patch.object(prefill, "extend", lost), caplog.at_level("WARNING", "kvflash_ggml"):
+    with mock.patch.object(prefill, "pieces", lost), caplog.at_level("WARNING", "kvflash_ggml"):
         llm.eval(tokens[900:901].tolist())
     assert calls == [200, 901]
     assert "the whole text is read again" in caplog.text

@@ -374,5 +374,5 @@ def test_a_dry_run_reads_no_weights(tmp_path: Path) -> None:
         assert device["needs"]["weights"] > 14 << 30
         assert device["needs"]["KV"] == 4096 * 64 * 1024
     else:
-        assert "weights" in found["error"]
+        assert "weights" in found["why"]
     assert int(process.stderr.splitlines()[-1]) < 1500 << 10

@@ -185,7 +185,7 @@ def test_an_interrupt_leaves_nothing_of_a_sketch(nested: Any, prompt: list[int])
     first = told(llm, prompt, 2, temp=0.0)[0]
     begins = [*prompt, first[0]]
     files = (
-        "llama/pool_drafter.py",
+        "runtime/pool_drafter.py",
         "sequence/self_draft.py",
         "speculation/loop.py",
         "sequence/sequence.py",

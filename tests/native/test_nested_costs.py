@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from kvflash_ggml.llama import pool_drafter as pool_sketch
-from kvflash_ggml.llama.pool_drafter import Draw, PoolDrafter
 from kvflash_ggml.llama.speculating import HOPES, SERIAL
+from kvflash_ggml.runtime.pool_drafter import Draw, PoolDrafter
 from kvflash_ggml.speculation.base import Features
 from kvflash_ggml.speculation.decision import WIDTHS, Controller
 from kvflash_ggml.speculation.draft import Draft, chain
@@ -111,7 +111,7 @@ class Model:
 
 class Pool(PoolDrafter):
     def _drawing(self, rows: int, drawn: list[int], copy: Any) -> Draw:
-        world = self._reader.sequence.world  # type: ignore[union-attr]
+        world = self._text.sequence.world  # type: ignore[union-attr]
         return lambda row: int(world.drawn(world.length + world.sketched + row + 1))
 
 

@@ -15,7 +15,7 @@ from kvflash_ggml.batching.llama import LlamaModel
 from kvflash_ggml.batching.messages import Sampling
 from kvflash_ggml.batching.scheduler import Scheduler
 from kvflash_ggml.errors import ConfigError
-from kvflash_ggml.llama.bias import with_bias
+from kvflash_ggml.runtime.bias import with_bias
 from kvflash_ggml.sampling import Samplers
 
 COUNT, SEED, CONTEXT = 24, 11, 1024

@@ -119,7 +119,7 @@ def test_without_evictions_drafts_change_no_answer(
             assert_alike(mine, its)
         assert llm.kvflash.spec.total.accepted > 0 or width is None
         for one in models:
-            own = one.llm  # type: ignore[attr-defined]
+            own = one.text  # type: ignore[attr-defined]
             drawn = own.input_ids[300 : own.n_tokens]
             assert len(drawn) > MOST - WIDTH
             assert (own.scores[299 : own.n_tokens - 1].argmax(axis=1) == drawn).all()

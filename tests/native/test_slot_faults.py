@@ -144,7 +144,7 @@ def test_numbers_that_are_none_end_their_answer_only(
             (slot,) = (slot for slot in running.slots if slot.request is victim)
             model = slot.model
             assert isinstance(model, LlamaModel)
-            session = inside(model.llm).session
+            session = model.text.pooled
             spoil(session.engine, session.table.chunks[0].block)
 
         running.call(poison).result()

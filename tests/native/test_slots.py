@@ -199,7 +199,7 @@ def test_a_prompt_that_loses_blocks_has_its_question_evaluated_twice(
     """It would fit the whole pool, which it shares with others from its second step on."""
     prompts = [tokens[:1800].tolist(), tokens[3000:3100].tolist(), tokens[4000:4060].tolist()]
     with served(llama, kind, share="elastic", reading="pool") as scheduler:
-        engine, ends = scheduler.model._sequence.engine, list[int]()  # type: ignore[attr-defined]
+        engine, ends = scheduler.model.text.pooled.engine, list[int]()  # type: ignore[attr-defined]
         step = engine.step
 
         def noted(count: int, *rest: Any) -> None:
@@ -229,7 +229,7 @@ def test_short_prompts_that_wait_together_share_a_step(how: str, llama: Callable
     def answered(prompts: list[list[int]]) -> list[list[tuple[int, float]]]:
         """The tokens of each answer, and how likely they were."""
         with served(llama, **given, deterministic_batch=how == "deterministic") as scheduler:
-            engine = scheduler.model._sequence.engine  # type: ignore[attr-defined]
+            engine = scheduler.model.text.pooled.engine  # type: ignore[attr-defined]
             step = engine.step
 
             def noted(count: int, *rest: Any) -> None:
@@ -242,7 +242,7 @@ def test_short_prompts_that_wait_together_share_a_step(how: str, llama: Callable
             assert all(isinstance(one.wait(), Finished) for one in asked)
             pieces = [[event for event in one.events if isinstance(event, Piece)] for one in asked]
             for slot in scheduler.slots:
-                session = slot.model._sequence  # type: ignore[attr-defined]
+                session = slot.model.text.pooled  # type: ignore[attr-defined]
                 assert session.scoring.passes == 1 + looks(session, MOST - 1), "at the prompt's end, and then"
         return [[(one.token, one.logprob) for piece in mine for one in piece.logprobs] for mine in pieces]
 
@@ -263,7 +263,7 @@ def test_what_goes_wrong_in_a_step_of_prompts_is_of_one_answer(
     prompts = [tokens[200 * i : 200 * i + 100 + i].tolist() for i in range(3 * SLOTS)]
     wanted = lone(llama, prompts, calibrate=False)
     with served(llama, rows=512, calibrate=False) as scheduler:
-        pool, faults = scheduler.model._sequence.pool, []  # type: ignore[attr-defined]
+        pool, faults = scheduler.model.text.pooled.pool, []  # type: ignore[attr-defined]
 
         def broken(where: Any, name: str, error: Exception, due: Callable[[Any], bool]) -> None:
             real, times = getattr(where, name), iter([True])

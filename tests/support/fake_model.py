@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvflash_ggml.arrays import Int32s
+from kvflash_ggml.arrays import Int32s, numbers
 from kvflash_ggml.batching.messages import Logprob, Request
 from kvflash_ggml.batching.model import Paused, Residency
 from kvflash_ggml.chat.reader import AnswerReader, Parsed, ParsedCall, Rendered, words
@@ -89,7 +89,8 @@ class FakeModel:
 
     parallel: texts at hand. together: the texts of each step that was computed for several. pending: a step waits.
     deals: the texts with requests, and the tokens they can reach, whenever the memory was dealt. short: a prompt of so
-    many tokens shares a step with others. twice: one of so many might, but its question is evaluated twice.
+    many tokens shares a step with others. twice: one of so many might, but its question is evaluated twice. task: makes
+    what answers a request.
     """
 
     n_ctx: int = 4096
@@ -126,11 +127,12 @@ class FakeModel:
     pending: bool = False
     told: int = 0
     deals: list[list[tuple[FakeModel, int]]] = field(default_factory=list)
+    task: Callable[..., FakeTask] = lambda *asked: FakeTask(*asked)
 
     def __post_init__(self) -> None:
         self.several = self.parallel > 1 or self.first is not None
         if self.parallel > 1:
-            names = ("n_ctx", "stateful", "reply", "on_step", "most", "short", "twice")
+            names = ("n_ctx", "stateful", "reply", "on_step", "most", "short", "twice", "task")
             named = {name: getattr(self, name) for name in names}
             self.beside = [FakeModel(**named, first=self) for _ in range(1, self.parallel)]
 
@@ -150,6 +152,9 @@ class FakeModel:
         assert not any(step.pending for step in (self, *self.beside))
         self.deals.append([(one, tokens) for one, tokens in answered])
 
+    def known(self, tokens: Sequence[int]) -> Int32s:
+        return numbers(tokens).astype(np.int32)
+
     def usable(self, tokens: Int32s) -> int:
         return usable(self.tokens, sorted(self.places) if self.stateful else None, tokens)
 
@@ -158,58 +163,20 @@ class FakeModel:
         tokens = request.tokens
         return tokens[-STEP:] if len(tokens) - cached > 2 * STEP else None
 
-    def generate(
+    def begin(
         self,
         request: Request,
         *,
         branch: int | None,
         progress: Callable[[int, int], None],
         paused: Paused | None = None,
-    ) -> Generator[int | FakeStep | None]:
+    ) -> FakeTask:
         assert not self.closed
         self.told = request.logprobs or 0
-        drawn = () if paused is None else paused.drawn
-        tokens = np.concatenate([request.tokens, np.asarray(drawn, np.int32)])
-        known = self.usable(tokens)
-        self._cut(known)
-        total = len(tokens) - known
-        short = self.several and total <= self.short
-        if short:
-            yield None
-        drawable = short and total != self.twice
-        if drawable:
-            shared = FakeStep(self, False, rows=total, reads=True)
-            yield from self._waits(shared)
-            self.tokens = tokens.copy()
-            self.read_tokens += total
-            progress(total, total)
-        while (start := len(self.tokens)) < len(tokens):
-            self.rows = min(self.most, self.limit or self.most, len(tokens) - start)
-            self.rows = self.rows // 2 if self.rows == self.twice else self.rows
-            self._step()
-            self.tokens = tokens[: start + self.rows].copy()
-            if branch is not None and start < branch <= len(self.tokens):
-                self.places.add(branch)
-            self.read_tokens += len(self.tokens) - start
-            progress(len(self.tokens) - known, total)
-        self.rows, drawable = 1, self.several and not drawn
-        for token in [*self.reply(bytes(request.tokens.astype(np.uint8))), END][len(drawn) :]:
-            if drawable:
-                drawable = False  # the first one needs no step
-            elif self.several:
-                yield from self._waits(FakeStep(self, request.answer == "exact"))
-            else:
-                self._step()
-            yield token
-            self.tokens = np.append(self.tokens, np.int32(token))
+        return self.task(self, request, branch, progress, () if paused is None else paused.drawn)
 
-    def _waits(self, step: FakeStep) -> Iterator[FakeStep]:
-        self.pending = True
-        try:
-            yield step
-        finally:
-            self.pending = False
-        step.finish()
+    def ended(self) -> None:
+        self.pending = False
 
     def pause(self, drawn: Sequence[int]) -> Paused:
         return Paused(tuple(drawn), None)
@@ -296,6 +263,70 @@ class FakeModel:
         self.closed = True
         for one in self.beside:
             one.close()
+
+
+@dataclass(eq=False)
+class FakeTask:
+    """reads: see `model.Task`."""
+
+    model: FakeModel
+    request: Request
+    branch: int | None
+    progress: Callable[[int, int], None]
+    drawn: Sequence[int]
+    reads: bool = False
+
+    def steps(self) -> Generator[int | FakeStep | None]:
+        model, request = self.model, self.request
+        tokens = np.concatenate([request.tokens, np.asarray(self.drawn, np.int32)])
+        known = model.usable(tokens)
+        model._cut(known)
+        total = len(tokens) - known
+        short = model.several and total <= model.short
+        self.reads = not short
+        yield None
+        drawable = short and total != model.twice
+        if drawable:
+            yield from self.waits(FakeStep(model, False, rows=total, reads=True))
+            model.tokens = tokens.copy()
+            model.read_tokens += total
+            self.progress(total, total)
+        else:
+            yield from self.pieces(tokens, known)
+        self.reads = False
+        model.rows, drawable = 1, model.several and not self.drawn
+        for token in [*model.reply(bytes(request.tokens.astype(np.uint8))), END][len(self.drawn) :]:
+            if drawable:
+                drawable = False  # the first one needs no step
+            elif model.several:
+                yield from self.waits(FakeStep(model, request.answer == "exact"))
+            else:
+                model._step()
+            yield token
+            model.tokens = np.append(model.tokens, np.int32(token))
+
+    def pieces(self, tokens: Int32s, known: int) -> Iterator[FakeStep | None]:
+        """Read a prompt, of which so many tokens are known, in steps of its own."""
+        self.reads, model, total = True, self.model, len(tokens) - known
+        while (start := len(model.tokens)) < len(tokens):
+            model.rows = min(model.most, model.limit or model.most, len(tokens) - start)
+            model.rows = model.rows // 2 if model.rows == model.twice else model.rows
+            yield from self.waits(FakeStep(model, True, rows=model.rows, reads=True))
+            model.tokens = tokens[: start + model.rows].copy()
+            if self.branch is not None and start < self.branch <= len(model.tokens):
+                model.places.add(self.branch)
+            model.read_tokens += len(model.tokens) - start
+            self.progress(len(model.tokens) - known, total)
+            if len(model.tokens) < len(tokens) or not model.several:  # where the first token takes a step of its own
+                yield None
+
+    def waits(self, step: FakeStep) -> Iterator[FakeStep | None]:
+        self.model.pending = True
+        try:
+            yield step
+        finally:
+            self.model.pending = False
+        step.finish()
 
 
 def named_call(name: str, text: str) -> Parsed:

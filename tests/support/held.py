@@ -9,7 +9,7 @@ from typing import Any
 import llama_cpp
 
 from kvflash_ggml.chat.values import Grammar
-from kvflash_ggml.llama.samplers import sampler_of
+from kvflash_ggml.runtime.samplers import sampler_of
 
 
 class Held:

@@ -23,14 +23,14 @@ class Part:
 class Inside:
     """The parts of one model. llm: a Llama; for `own_session` another object that keeps a text on a pool."""
 
-    session = Part("_reader.sequence")
-    slow = Part("_reader._slow")
-    speculator = Part("_reader.speculator")
+    session = Part("_at_hand.sequence")
+    slow = Part("_at_hand._slow")
+    speculator = Part("_at_hand.speculator")
     drafting = Part("_drafting")
-    finder = Part("_finder")
-    prefixes = Part("_reader.prefixes")
+    finder = Part("_at_hand.model.finder")
+    prefixes = Part("_at_hand.prefixes")
     config = Part("_config")
-    drafter_reader = Part("_reader.sequence.scoring.scorer._reader")
+    drafter_reader = Part("_at_hand.sequence.scoring.scorer._reader")
     own_session = Part("_session")
     size = Part("_size")
     room = Part("_room")

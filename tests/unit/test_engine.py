@@ -11,11 +11,9 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from support.fake_model import FakeModel
 
-from kvflash_ggml.arrays import numbers
 from kvflash_ggml.batching import llama
 from kvflash_ggml.batching.engine import AHEAD, Completion, Engine
 from kvflash_ggml.batching.messages import Finished, Piece
@@ -30,8 +28,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
     def start(model: FakeModel) -> Engine:
         monkeypatch.setattr(llama, "LlamaModel", lambda llm: model)
-        reader = SimpleNamespace(known=lambda tokens: numbers(tokens).astype(np.int32))
-        llm: Any = SimpleNamespace(tokenize=lambda data, special: list(data), _reader=reader)
+        llm: Any = SimpleNamespace(tokenize=lambda data, special: list(data))
         made.append((Engine(llm), model))
         return made[-1][0]
 
@@ -63,6 +60,7 @@ def test_answers_in_the_order_of_the_prompts(make: Make) -> None:
     [
         ({"max_tokens": "4"}, "max_tokens='4': a whole number"),
         ({"max_tokens": 0}, "max_tokens=0: a whole number"),
+        ({"priority": "high"}, "priority='high': a whole number"),
         ({"sampling": {"temperature": 0}}, "sampling={'temperature': 0}: a Sampling"),
         ({"stop": [5]}, "stop=[5]: a text, or a list of texts"),
         ({"stop": 5}, "stop=5: a text, or a list of texts"),

@@ -8,8 +8,8 @@ from threading import Thread
 
 import pytest
 
-from kvflash_ggml.llama.hints import PATIENCE_S, SharedCores, SlowPrompt
 from kvflash_ggml.logs import warn_once
+from kvflash_ggml.runtime.hints import PATIENCE_S, SharedCores, SlowPrompt
 
 SECOND = 1_000_000_000
 

@@ -23,6 +23,7 @@ FLOORS = [
     {"__init__"},
     {"batching"},
     {"llama"},
+    {"runtime"},
     {"speculation"},
     {"convert"},
     {"calibration", "store", "drafter"},

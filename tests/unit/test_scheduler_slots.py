@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_model import STEP, FakeModel, Hold
+from support.fake_model import STEP, FakeModel, FakeStep, FakeTask, Hold
 from support.served import Asked, answer, ask, request
 
 from kvflash_ggml.batching.conversations import ConversationBusy
@@ -155,26 +155,26 @@ def test_a_prompt_waits_on_if_others_begin_before_it(make: Make) -> None:
     assert ends(asked) == [spelled(bytes(one.request.tokens.tolist()))[:5].decode() for one in asked]
 
 
-class ReadsAgain(FakeModel):
-    """A model whose text is read again, in two steps, after a step that finds a page damaged."""
+class ReadsAgain(FakeTask):
+    """A text that is read again, in two steps, after a step that finds a page damaged."""
 
-    again = (1, 2)
-
-    def generate(self, request: Any, *, progress: Any, **more: Any) -> Any:
-        self.progress = progress
-        yield from super().generate(request, progress=progress, **more)
-
-    def _waits(self, step: Any) -> Any:
+    def waits(self, step: FakeStep) -> Iterator[FakeStep | None]:
+        read = self.reads
         try:
-            yield from super()._waits(step)
+            yield from super().waits(step)
         except SnapshotError:
-            self.progress(*self.again)
+            self.reads = True
+            yield from super().waits(FakeStep(self.model, True, reads=True))
+            self.progress(1, 2)
+            yield None
+            yield from super().waits(FakeStep(self.model, True, reads=True))
+            self.progress(2, 2)
+            self.reads = read
 
 
 def test_nobody_begins_without_a_share_of_the_pool(make: Make) -> None:
-    """The pool cannot be dealt while a text is read again within its step: a short prompt waits that long."""
-    model, others = ReadsAgain(parallel=SLOTS, reply=spelled, short=SHORT), list[Asked]()
-    model.again = (200, 300)
+    """Nor while another text is read again."""
+    model, others = FakeModel(parallel=SLOTS, reply=spelled, short=SHORT, task=ReadsAgain), list[Asked]()
     scheduler = make(model, begin=False)
     first, dealt = ask(scheduler, text(SHORT), 5), list[bool]()
     other = scheduler.slots[1].model
@@ -196,13 +196,14 @@ def test_nobody_begins_without_a_share_of_the_pool(make: Make) -> None:
 
 def test_a_prompt_that_is_read_again_keeps_its_pace(make: Make) -> None:
     """A page is damaged in its second step: its first one is done again."""
-    model = ReadsAgain(parallel=SLOTS, reply=spelled)
+    model = FakeModel(parallel=SLOTS, reply=spelled, task=ReadsAgain)
     scheduler = make(model, begin=False, limits=Limits(itl_target=0.01))
     asked = [ask(scheduler, text(500), 5), ask(scheduler, text(10, 1), 300)]
+    damaged = iter([True])
 
     def step() -> None:
-        if model.steps == 1:
-            model.progress(STEP, 500)
+        if model.steps == 1 and next(damaged, False):
+            raise SnapshotError("a page is damaged")
 
     model.on_step = step
     scheduler.start()
@@ -212,7 +213,7 @@ def test_a_prompt_that_is_read_again_keeps_its_pace(make: Make) -> None:
 @pytest.mark.parametrize("most", [1, 40])
 def test_prompts_are_computed_once_while_another_text_is_read_again(make: Make, most: int) -> None:
     """Between its steps others go on, whose steps were to follow in the same round, and may end."""
-    model = ReadsAgain(parallel=SLOTS, reply=spelled, short=SHORT)
+    model = FakeModel(parallel=SLOTS, reply=spelled, short=SHORT, task=ReadsAgain)
     scheduler = make(model, begin=False)
     first = ask(scheduler, text(SHORT, 9), 60)
     others = []
@@ -393,12 +394,12 @@ LONG = 3000
 
 
 def beside_long(
-    make: Make, later: dict[int, list[list[int]]], known: list[int] | None = None, **settings: Any
+    make: Make, later: dict[int, list[list[int]]], known: list[int] | None = None, *, priority: int = 0, **settings: Any
 ) -> tuple[Scheduler, list[Asked], list[int]]:
     """A prompt of LONG tokens is read, and others come at so many steps. Returns all of them, and how many tokens of
     the long one were read at the first token of each.
 
-    known: a prompt that was answered before.
+    known: a prompt that was answered before. priority: of those that come.
     """
     model = FakeModel(parallel=SLOTS, reply=spelled, **settings)
     scheduler, asked = make(model, begin=False), [Asked(request(text(LONG, 9), 5))]
@@ -417,7 +418,7 @@ def beside_long(
 
     def come() -> None:
         for prompt in later.pop(next(steps), ()):
-            asked.append(Asked(request(prompt, 5)))
+            asked.append(Asked(request(prompt, 5, priority=priority)))
             scheduler.submit(asked[-1].request, sink(asked[-1]))
 
     for one in (model, *model.beside):
@@ -448,6 +449,19 @@ def test_while_a_second_prompt_is_read_no_third_one_is(make: Make) -> None:
     _, _, read = beside_long(make, {20: [text(400, 1)], 23: [text(10, 2)]})
     assert read == [LONG, 21 * STEP, 21 * STEP]
     read = beside_long(make, {20: [text(400, 1), text(SHORT, 2)]})[2]
+
+
+def test_a_prompt_of_a_higher_priority_does_not_wait(make: Make) -> None:
+    """However long it is; one of a lower priority waits for the end."""
+    assert beside_long(make, {5: [text(2000, 1)]}, priority=1)[2] == [LONG, 6 * STEP]
+    assert beside_long(make, {5: [text(SHORT, 1)]}, priority=-1)[2] == [LONG, LONG]
+
+
+def test_two_long_prompts_are_read_by_turns(make: Make) -> None:
+    """The shorter one has half of the tokens that the other has read, and is answered once it is read."""
+    assert beside_long(make, {5: [text(1200, 1)]})[2] == [LONG, -(-2 * 1200 // STEP) * STEP]
+    asked = beside_long(make, {5: [text(1400, 1), text(1300, 2)]})[1]
+    assert [isinstance(one.wait(), Finished) for one in asked] == [True] * 3
 
 
 def test_a_prompt_that_begins_as_the_long_one_does_waits_for_its_text(make: Make) -> None:
@@ -481,18 +495,16 @@ def test_whatever_comes_when_each_gets_its_own_answer(
     coming: list[tuple[int, int, int, int]], damaged: set[int], cancelled: set[int]
 ) -> None:
     """Requests come at steps of the others, pages are found damaged in steps, and clients leave."""
-    model = ReadsAgain(parallel=SLOTS, reply=spelled, short=SHORT, twice=10)
+    model = FakeModel(parallel=SLOTS, reply=spelled, short=SHORT, twice=10, task=ReadsAgain)
     scheduler, steps = Scheduler(model), count()
-    later, asked, most_read = sorted(coming), list[Asked](), 0
+    later, asked = sorted(coming), list[Asked]()
 
     def submit() -> None:
         _, length, seed, most = later.pop(0)
         asked.append(ask(scheduler, text(length, seed), most))
 
     def come() -> int:
-        nonlocal most_read
         step = next(steps)
-        most_read = max(most_read, sum(one.reads and one.pending is None for one in scheduler._running))
         while later and later[0][0] <= step:
             submit()
         if step in cancelled:
@@ -519,7 +531,6 @@ def test_whatever_comes_when_each_gets_its_own_answer(
                 submit()
     finally:
         scheduler.close()
-    assert most_read <= 2
     assert all((slot.request, slot.model.held) == (None, 0) for slot in scheduler.slots)  # type: ignore[attr-defined]
 
 

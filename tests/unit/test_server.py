@@ -94,13 +94,13 @@ def test_the_log_probabilities_of_a_prompt() -> None:
 
 def test_a_prompt_that_is_measured_is_read_as_a_whole_and_exactly() -> None:
     server, requests = Server(), []
-    generate = server.model.generate
+    begin = server.model.begin
 
     def spy(request: Any, **more: Any) -> Any:
         requests.append(request)
-        return generate(request, **more)
+        return begin(request, **more)
 
-    server.model.generate = spy  # type: ignore[method-assign]
+    server.model.begin = spy  # type: ignore[method-assign]
     asked = {"prompt": "x" * 200, "echo": True, "logprobs": 0, "max_tokens": 0}
     pool = {**asked, "kvflash": {"reading": "pool"}}
 
@@ -144,13 +144,13 @@ def test_several_answers() -> None:
     """One after the other, to a prompt that is read once; each draws numbers of its own."""
     server, seeds = Server(), []
     server.model.reply = lambda prompt: b"x" * (1 + len(seeds))
-    generate = server.model.generate
+    begin = server.model.begin
 
     def spy(request: Any, **more: Any) -> Any:
         seeds.append(request.sampling.seed)
-        return generate(request, **more)
+        return begin(request, **more)
 
-    server.model.generate = spy  # type: ignore[method-assign]
+    server.model.begin = spy  # type: ignore[method-assign]
     asked = {"messages": [{"role": "user", "content": "x" * 400}], "n": 3, "seed": 2**32 - 2}
 
     async def work(client: Client) -> tuple[Reply, Reply]:
@@ -215,14 +215,14 @@ def test_several_answers_do_not_wait_too_long_for_each_other() -> None:
 def test_one_of_several_answers_fails(stream: bool) -> None:
     """The client is told, and nobody makes the others."""
     server = Server()
-    generate = server.model.generate
+    begin = server.model.begin
 
     def second_fails(request: Any, **more: Any) -> Any:
         if request.id.endswith("-1"):
             raise HostMemoryError("no memory")
-        return generate(request, **more)
+        return begin(request, **more)
 
-    server.model.generate = second_fails  # type: ignore[method-assign]
+    server.model.begin = second_fails  # type: ignore[method-assign]
     reply = server.post("/v1/completions", {"prompt": "hello", "n": 3, "stream": stream})
     told = reply.frames[-2] if stream else reply.json
     assert told["error"]["message"] == "no memory"
@@ -352,13 +352,13 @@ def test_what_is_known_is_told() -> None:
 def test_sampling_reaches_the_model() -> None:
     server, seen = Server(), []
     server.model.reply = lambda prompt: b"x"
-    generate = server.model.generate
+    begin = server.model.begin
 
     def spy(request: Any, **more: Any) -> Any:
         seen.append(request)
-        return generate(request, **more)
+        return begin(request, **more)
 
-    server.model.generate = spy  # type: ignore[method-assign]
+    server.model.begin = spy  # type: ignore[method-assign]
     chat(
         server=server, temperature=0.5, top_p=0.5, top_k=7, min_p=0.1, seed=11, frequency_penalty=0.5, stop="a",
         logit_bias={"5": -100}, max_completion_tokens=3, presence_penalty=1, repeat_penalty=1.2,
@@ -413,13 +413,13 @@ HI = {"messages": [{"role": "user", "content": "x"}]}
 def test_who_names_no_limit_gets_the_servers(path: str, data: dict[str, Any], most: int | None, usual: int) -> None:
     """most: of the request; None for none. The server's is the context, unless -n names one."""
     server, seen = Server(default_tokens=usual), []
-    generate = server.model.generate
+    begin = server.model.begin
 
     def spy(request: Any, **more: Any) -> Any:
         seen.append(request.max_tokens)
-        return generate(request, **more)
+        return begin(request, **more)
 
-    server.model.generate = spy  # type: ignore[method-assign]
+    server.model.begin = spy  # type: ignore[method-assign]
     assert server.post(path, {"model": "fake", **data}).status == 200
     without = server.model.n_ctx if usual < 0 else usual
     assert seen == [without if most is None else most]

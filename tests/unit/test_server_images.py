@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from starlette.requests import Request as HttpRequest
 from support.asgi import Reply
-from support.fake_model import FakeModel, FakePrompts, FakeStep
+from support.fake_model import FakeModel, FakePrompts, FakeTask
 from support.fake_server import Server
 
 from kvflash_ggml.batching.messages import Request
@@ -46,10 +46,10 @@ class Model(FakeModel):
 
     asked: Sequence[int] = ()
 
-    def generate(self, request: Request, **more: Any) -> Generator[int | FakeStep]:
+    def begin(self, request: Request, **more: Any) -> FakeTask:
         assert all(image.tokens for image in request.images)
         self.asked = request.tokens.tolist()
-        return super().generate(request, **more)
+        return super().begin(request, **more)
 
 
 def server(*, sees: bool = True, **settings: Any) -> Server:

@@ -396,7 +396,7 @@ def test_an_interrupt_while_chunks_leave_loses_nothing(monkeypatch: pytest.Monke
 
 def test_a_text_is_not_levelled_into_a_step_that_streams() -> None:
     """Its token fits the pool. As many rows as another text's draft evict a chunk, and stream in an exact answer."""
-    from kvflash_ggml.llama.generation import Generation, Pending, Verified
+    from kvflash_ggml.runtime.task import Pending, Request, Task, Verified
 
     engine, pool, texts = on_one_pool(2, rs_planes=3)
     pool.make_stages(2 * SHARE)
@@ -406,8 +406,8 @@ def test_a_text_is_not_levelled_into_a_step_that_streams() -> None:
         assert advance(texts, [min(62, SHARE - 2 - texts[0].length), 1]) == [None, None]
     speculator = Speculator([], Fixed(4), n_vocab=1000, ends=[])
     for text, streams in zip(texts, (True, False), strict=True):
-        reader: Any = SimpleNamespace(speculator=speculator)
-        answer = Generation(reader, text.length, sample=lambda pos: 0, stopping=None)
+        owner: Any = SimpleNamespace(text=SimpleNamespace(speculator=speculator, draw=lambda pos: 0))
+        answer = Task(owner, Request(tokens=numbers(1, 7), sampler=None))
         text.begin(1)
         before = text.prepare_answer(numbers(1, 7), LAST)
         assert before.view is None

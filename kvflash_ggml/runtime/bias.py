@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -27,7 +27,7 @@ _MOST = 1e30
 def with_bias(
     processor: llama_cpp.LogitsProcessorList | None, bias: dict[int, float], n_vocab: int
 ) -> llama_cpp.LogitsProcessorList:
-    """The processors, and one that adds the bias of each token. ConfigError for a token that the model does not have,
+    """Return the processors, and one that adds the bias of each token. ConfigError for a token that the model has not,
     and for a bias that is no number. -inf forbids a token.
 
     An error of a processor is printed, and its answer goes on without it.
@@ -61,9 +61,9 @@ def _bias_processor(bias: dict[int, float]) -> Any:
 
 
 def without_end(
-    processor: llama_cpp.LogitsProcessorList | None, model: Any, length: int
+    processor: Sequence[Callable[[Any, Any], Any]] | None, model: Any, length: int
 ) -> llama_cpp.LogitsProcessorList:
-    """The processors, and one that lets no answer end before the text has so many tokens. model: the `LlamaModel`."""
+    """Return the processors, and one that lets no answer end before so many tokens. model: the `LlamaModel`."""
     import llama_cpp
 
     if model not in _ENDS:  # a call for each token of the vocabulary

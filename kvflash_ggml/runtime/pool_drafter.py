@@ -16,7 +16,7 @@ from ..speculation.draft import Draft, chain
 from ..speculation.loop import Speculator
 
 if TYPE_CHECKING:
-    from .reader import Reader
+    from .text import Text
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -30,28 +30,28 @@ class PoolDrafter:
     It draws from a copy of that sampler, with the same random numbers: where the pool sees what the text holds, what it
     draws is what will be drawn. A sampler that calls Python cannot be copied; then the likeliest tokens are proposed.
 
-    made: the reader of the model, weakly, since it owns this. nested: who drafts for the pool, which verifies that as
+    made: the text, weakly, since it owns this. nested: who drafts for the pool, which verifies that as
     the text is verified; None to decode token by token.
     """
 
     name = "pool"
     wants = Features(newest=PROMPT)  # its first draft after a prompt is timed apart, but takes as long after any
 
-    def __init__(self, made: Reader, nested: Speculator | None = None) -> None:
+    def __init__(self, made: Text, nested: Speculator | None = None) -> None:
         self._made = weakref.ref(made)
         self._nested = nested
 
     @property
     def able(self) -> bool:
         """Does a step see more than the pool, and is there more?"""
-        sequence = self._reader.sequence
+        sequence = self._text.sequence
         return sequence is not None and sequence.reading.answers_exactly and not sequence.sees_everything
 
     @property
-    def _reader(self) -> Reader:
-        reader = self._made()
-        assert reader is not None
-        return reader
+    def _text(self) -> Text:
+        text = self._made()
+        assert text is not None
+        return text
 
     def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
         """See `Drafter`: what the text is, the pool knows."""
@@ -60,18 +60,18 @@ class PoolDrafter:
         """See `Drafter`. None where a step sees no more than the pool, or everything is resident."""
         if not self.able:
             return None
-        reader, drawn = self._reader, list[int]()
-        sampler = reader.llm._sampler
-        copy = None if reader.greedy or sampler is None or sampler.custom_samplers else sampler.clone()
+        text, drawn = self._text, list[int]()
+        sampler = text.sampler
+        copy = None if text.greedy or sampler is None or sampler.custom_samplers else sampler.clone()
         if self._nested is not None:
             self._nested.apart()
-        with SelfDraft(reader.pooled, most) as draft:
+        with SelfDraft(text.pooled, most) as draft:
             while len(drawn) < most and self._extend(draft, root, drawn, copy):
                 root = drawn[-1]
         return chain(drawn, self.name) if drawn else None
 
     def _extend(self, text: SelfDraft, root: int, drawn: list[int], copy: Any) -> bool:
-        """One step of the pool, which draws a token, and one more for each that was drafted for it and is right.
+        """Compute a step of the pool, which draws a token, and one more for each that was drafted for it and is right.
 
         False if it was the last one: what follows could not be computed.
         """
@@ -98,12 +98,12 @@ class PoolDrafter:
         return text.retain(length + 1 + right)
 
     def _drawing(self, rows: int, drawn: list[int], copy: Any) -> Draw:
-        """What draws after the rows of the newest step, in their order. drawn: what was before. copy: of a sampler."""
-        reader = self._reader
+        """Return what draws after the rows of the newest step, in order. drawn: what was before. copy: of a sampler."""
+        text = self._text
         if copy is None:
-            picks: list[int] = reader.pooled.engine.argmax(range(rows)).tolist()
+            picks: list[int] = text.pooled.engine.argmax(range(rows)).tolist()
             return picks.__getitem__
-        return lambda row: int(copy.sample(reader.llm._ctx, row))
+        return lambda row: int(copy.sample(text.model.context, row))
 
     def truncate(self, length: int) -> None:
         """See `Drafter`."""

@@ -1,0 +1,45 @@
+"""What is loaded: the weights, their context and its limits. Made once from upstream's parts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..errors import CLOSED, KVFlashError
+
+if TYPE_CHECKING:
+    import llama_cpp
+
+    from ..calibration.finder import HeadFinder
+
+
+class Closed:
+    """In place of the context, the model and the tokenizer of a closed model, which would end the process."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise KVFlashError(CLOSED)
+
+
+class Model:
+    """A loaded model, which its texts share.
+
+    weights, context: upstream's `LlamaModel` and `LlamaContext`. n_ctx: most tokens of a text. n_batch, n_ubatch: of a
+    step, as llama.cpp has them. logits_all: the logits of all tokens are kept. finder: of retrieval heads; None where
+    the policy uses none.
+    """
+
+    def __init__(self, llm: llama_cpp.Llama, *, logits_all: bool) -> None:
+        self.weights: Any = llm._model
+        self.context: Any = llm._ctx
+        self.n_ctx: int = llm._n_ctx
+        self.n_vocab: int = llm._n_vocab
+        self.n_batch: int = llm.n_batch
+        self.n_ubatch: int = llm.context_params.n_ubatch or llm.n_batch
+        self.n_threads: int = llm.n_threads
+        self.logits_all = logits_all
+        self.verbose: bool = llm.verbose
+        self.finder: HeadFinder | None = None
+
+    def close(self) -> None:
+        """Refuse every later use. Upstream frees the parts."""
+        closed: Any = Closed()
+        self.weights = self.context = closed
