@@ -40,7 +40,7 @@ from ..runtime.saving import Saver
 from ..runtime.task import Request, Task
 from ..runtime.text import Text
 from ..state.session import SessionState
-from . import asked, embedding, parameters, stock, vision
+from . import asked, embedding, parameters, stock
 from .call_lock import CallLock, changing, locked, writing
 from .chatting import PARAMETERS, Chatting, formatted
 from .context import Batch, check_adapter
@@ -285,7 +285,10 @@ class Llama(llama_cpp.Llama):
             whole = WholeTokenizer(self.tokenizer(), self._model.vocab, bos)
             tokenizer = IncrementalTokenizer(whole, bos, n_vocab=self._model.n_vocab(), incomplete=lacking)
         self._tokenizer = tokenizer
-        vision.open_projector(self, self._projector)
+        if self._projector is not None:
+            from . import vision  # here, as below: few models see or hear
+
+            vision.open_projector(self, self._projector)
         if self._config is not None:
             self._room = room(self, self._config, self._draft_model, **self._steps)
             self.context_params.n_rs_seq = self._room.planes
@@ -303,7 +306,10 @@ class Llama(llama_cpp.Llama):
 
     def _size_pool(self, config: KVFlashConfig) -> PoolSize:
         others = embedding.reserve_bytes(sizing.address(self._model), self.context_params, config)
-        others += vision.reserve_bytes(self._projector)
+        if self._projector is not None:
+            from . import vision
+
+            others += vision.reserve_bytes(self._projector)
         size = sizing.fit(
             config,
             self._model,
@@ -564,8 +570,11 @@ class Llama(llama_cpp.Llama):
         if "stop" in given:
             given["stop"] = stop_texts(given["stop"])
         with asked.templating(given.get("messages")):
-            if self._at_hand.sequence is not None and isinstance(self.chat_handler, vision.HANDLERS):
-                return vision.answer(self, **given)
+            if self._at_hand.sequence is not None and self.chat_handler is not None:
+                from . import vision
+
+                if isinstance(self.chat_handler, vision.HANDLERS):
+                    return vision.answer(self, **given)
             made = Chatting(self).answer(given) if self.chat_format == self._own_format else None
             return super().create_chat_completion(**given) if made is None else made
 

@@ -24,7 +24,6 @@ from ..logs import Progress, warn_once
 from ..placement import devices
 from ..placement.devices import DeviceChoice
 from .keywords import DeviceKeywords, MediaKeywords, PoolKeywords, RemoteKeywords, WeightKeywords
-from .vision import Projector
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -186,6 +185,8 @@ def _open_projector(upstream: dict[str, Any]) -> None:
     for name in ("chat_handler", "chat_format"):
         if upstream.get(name) is not None:
             raise ConfigError(f"mmproj={str(given)!r} and {name} both say how chats are made: leave one of the two out")
+    from .vision import Projector  # here: few models see or hear
+
     upstream["chat_handler"] = Projector(Path(given))
 
 
