@@ -71,3 +71,12 @@ def test_a_long_context_costs_nothing_before_it_is_used(llama: Any) -> None:
     assert llm.kvflash.n_ctx == 131_072
     assert resident_bytes() - before < 64 << 20
     check_device_bytes(llm, 512)
+
+
+def test_a_long_context_takes_memory_as_its_text_grows(llama: Any) -> None:
+    """Layer buffers of exact reading have room for all of it, and are zero until they are written."""
+    llama("small", n_ctx=1024, kvflash=512)
+    before = resident_bytes()
+    llm = llama("small", n_ctx=1 << 21, kvflash=512, kvflash_reading="exact")
+    assert llm.kvflash.stage_bytes > 128 << 20
+    assert resident_bytes() - before < llm.kvflash.stage_bytes // 4
