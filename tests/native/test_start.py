@@ -24,7 +24,8 @@ assert llm("A pool of", max_tokens=2)["usage"]["completion_tokens"] == 2
 
 UNUSED = {
     "calibration.run", "chat.templates", "chat.values", "llama.fitting", "llama.speculating", "media.files",
-    "placement.predict", "sampling", "speculation.find", "speculation.loop", "store.disk", "store.prefixes", "trace.recorder",
+    "placement.predict", "sampling", "speculation.find", "speculation.loop", "store.disk", "store.prefixes",
+    "trace.recorder",
 }  # fmt: skip
 """What a plain answer does not need."""
 
