@@ -75,11 +75,6 @@ def closing_line(answer: Answer, stats: Any) -> str:
         parts[0] += f" ({answer.reused} more reused)"
     if stats is not None:
         parts += residency(stats)
-        from ..trace.recorder import mass_warning  # late: it brings numpy, and `--version` prints without
-
-        warning = mass_warning(stats.evicted_mass)
-        if warning is not None:
-            parts.append(f"warning: {warning}")
     if answer.interrupted:
         parts.append("interrupted")
     return "kvflash: " + " | ".join(parts)

@@ -258,7 +258,7 @@ class PoolStats:
             ("attention on paged-out text", "not estimated" if mass is None else f"about {mass * 100:.0f} %"),
             ("banner", self.banner()),
         ]
-        return Summary(facts=facts, evicted_mass=mass)
+        return Summary(facts=facts)
 
     def unpin(self) -> None:
         """Unpin every token, those of the configuration too."""

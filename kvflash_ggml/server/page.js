@@ -500,8 +500,7 @@ function tell(state) {
     (map.chunks && pool.share < pool.pool ? `, ${(pool.share / CHUNK).toLocaleString()} of them for this text; ` : "; ") +
     `a conversation may have ${context.toLocaleString()} tokens.`;
   const missed = now.evicted_mass;
-  $("missed").textContent = missed === null ? "" : `About ${(missed * 100).toFixed(0)} % of the attention goes to text that is not on the device` +
-    (missed >= 0.2 ? `: a pool of ${(2 * pool.pool).toLocaleString()} tokens would see more.` : ".");
+  $("missed").textContent = missed === null ? "" : `About ${(missed * 100).toFixed(0)} % of the attention goes to text that is not on the device.`;
   const rows = [
     ["policy", pool.policy], ["tokens a second", state.speed.tokens], ["chunks in a second", state.speed.page_ins], ["chunks out a second", state.speed.page_outs],
     ["chunks in, in all", pool.page_ins.toLocaleString()], ["chunks out, in all", pool.page_outs.toLocaleString()],

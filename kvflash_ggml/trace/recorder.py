@@ -63,14 +63,10 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The text beside the map. facts: rows of the table, as (name, value). evicted_mass: of the newest answer."""
+    """The text beside the map. facts: rows of the table, as (name, value)."""
 
     facts: Sequence[tuple[str, str]] = ()
-    evicted_mass: float | None = None
 
-
-HIGH_MASS = 0.2
-"""Estimated share of attention on evicted text from which the report recommends a larger pool."""
 
 ONLY_BOUNDED = 1e3
 """Scores so far below the best belong to chunks that a policy has ranked without exact scores."""
@@ -79,22 +75,11 @@ MAX_CELLS = 4 << 20
 """Chunks x moments of scores in a file. Beyond that, every second, fourth, ... score is shown."""
 
 
-def mass_warning(mass: float | None) -> str | None:
-    """Return a warning about the share of attention that missed the pool; None if it is small or unknown."""
-    if mass is None or mass < HIGH_MASS:
-        return None
-    return f"about {mass * 100:.0f} % of the attention went to paged-out text; a larger pool would help"
-
-
 def page(moments: Sequence[Moment], summary: Summary, *, title: str) -> str:
     """Return the whole file. title and facts are text and get escaped."""
-    warning = mass_warning(summary.evicted_mass)
     template = resources.files(__package__).joinpath("trace.html").read_text(encoding="utf-8")
     rows = "\n".join(f"<tr><th>{escape(what)}</th><td>{escape(value)}</td></tr>" for what, value in summary.facts)
-    box = f'<p class="warning" role="alert"><strong>Warning:</strong> {escape(warning)}.</p>' if warning else ""
-    return Template(template).substitute(
-        title=escape(title or "a run"), rows=rows, warning=box, data=_json(_document(moments))
-    )
+    return Template(template).substitute(title=escape(title or "a run"), rows=rows, data=_json(_document(moments)))
 
 
 def _json(value: Any) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.trace import recorder as trace_html
-from kvflash_ggml.trace.recorder import Summary, Trace, levels, mass_warning, page
+from kvflash_ggml.trace.recorder import Summary, Trace, levels, page
 
 HOSTILE = """</title><script>alert("x")</script><img src=x onerror='y'> & ${data} $title"""
 VOID = {"meta", "link", "img", "br", "hr", "input"}
@@ -64,13 +64,12 @@ def trace(moments: int = 3, chunks: int = 5) -> Trace:
 
 
 def test_it_is_well_formed_and_says_what_ran() -> None:
-    summary = Summary(facts=[("pool", "1,024 tokens"), ("banner", "kvflash: pool 1024")], evicted_mass=0.31)
+    summary = Summary(facts=[("pool", "1,024 tokens"), ("banner", "kvflash: pool 1024")])
     reader = Reader(page(trace().moments, summary, title="model.gguf"))
     assert reader.texts["h1"] == ["model.gguf"]
     assert reader.texts["title"] == ["Residency map: model.gguf"]
     assert reader.texts["th"] == ["pool", "banner"]
     assert reader.texts["td"] == ["1,024 tokens", "kvflash: pool 1024"]
-    assert "about 31 % of the attention went to paged-out text" in reader.texts["strong"][0] + str(reader.texts["p"])
     assert len([tag for tag, _ in reader.tags if tag == "canvas"]) == 1
 
 
@@ -88,9 +87,8 @@ def test_its_data_are_the_moments() -> None:
         assert tuple(np.flatnonzero(bits)) == moment.resident
 
 
-@pytest.mark.parametrize("mass", [0.5, None])
-def test_hostile_strings_are_text(mass: float | None) -> None:
-    summary = Summary(facts=[(HOSTILE, HOSTILE)], evicted_mass=mass)
+def test_hostile_strings_are_text() -> None:
+    summary = Summary(facts=[(HOSTILE, HOSTILE)])
     text = page(trace().moments, summary, title=HOSTILE)
     reader = Reader(text)
     assert reader.texts["h1"] == reader.texts["th"] == reader.texts["td"] == [HOSTILE]
@@ -105,7 +103,7 @@ def test_json_cannot_end_its_element() -> None:
 
 
 def test_nothing_is_fetched() -> None:
-    text = page(trace().moments, Summary(facts=[("a", "b")], evicted_mass=0.9), title="m")
+    text = page(trace().moments, Summary(facts=[("a", "b")]), title="m")
     assert "://" not in text
     assert "@import" not in text
     assert "url(" not in text
@@ -121,14 +119,6 @@ def test_light_and_dark_know_the_same_colours() -> None:
     assert len(names) > 8
     for name in names:
         assert f"{name}:" in dark
-
-
-def test_a_small_share_is_not_worth_a_warning() -> None:
-    assert mass_warning(None) is None
-    assert mass_warning(0.19) is None
-    assert mass_warning(0.3) == "about 30 % of the attention went to paged-out text; a larger pool would help"
-    assert 'class="warning"' not in page([], Summary(evicted_mass=0.1), title="m")
-    assert 'class="warning"' in page([], Summary(evicted_mass=0.3), title="m")
 
 
 def test_an_empty_trace_is_a_page_too() -> None:
