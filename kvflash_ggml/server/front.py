@@ -212,7 +212,8 @@ class Front(Intake):
                     code="not_served",
                     param="echo",
                 )
-        self._check_slot(http, asked.id_slot)
+        if asked.id_slot is not None and asked.id_slot >= 0 and len(self.scheduler.slots) > 1:
+            fields.note(http, [f"id_slot={asked.id_slot}"])
         key = http.scope.get(KEY, "")
         reuse = pool.cache_prompt and asked.cache_prompt is not False and not prompt_logprobs
         return Request(
@@ -240,18 +241,6 @@ class Front(Intake):
             preserved=preserved,
             images=images,
         )
-
-    def _check_slot(self, http: HttpRequest, wanted: int | None) -> None:
-        """Tell a client that its request takes the slot with most of its prompt, not the one it names.
-
-        ApiError for a slot that is not there.
-        """
-        count = len(self.scheduler.slots)
-        if wanted is not None and not -1 <= wanted < count:
-            there = "there is one slot, 0" if count == 1 else f"there are slots 0 to {count - 1}"
-            raise invalid("id_slot", f"it is {wanted}, and {there}: leave it out")
-        if wanted is not None and wanted >= 0 and count > 1:
-            fields.note(http, [f"id_slot={wanted}"])
 
     def _sampling(self, asked: _Sampled, grammar: Grammar | str | None) -> Sampling:
         usual, bias = self.settings.sampling, dict[int, float]()
