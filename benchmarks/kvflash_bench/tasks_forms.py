@@ -6,6 +6,7 @@ Every fact is asked for twice: in the words of its sentence, and reworded.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from kvflash_ggml.errors import ConfigError
 
@@ -54,14 +55,7 @@ def _document(setting: Setting, rng: random.Random, preamble: str = "") -> Case:
     frame = setting.frame
     chosen = chosen_set(setting, rng)
     lines = [form.sentence.format(v=value) for form, value in chosen]
-    step = (LAST - FIRST) / (len(lines) - 1)
-    document = compose(
-        text_of(setting.text, setting.fact_set),
-        setting.tokenize,
-        lines=[(FIRST + i * step, line) for i, line in enumerate(lines)],
-        n_tokens=setting.n_tokens - frame.size,
-        start=setting.seed * SPREAD % 1,
-    )
+    document = spread(setting, lines)
     asks = tuple(
         FreeAsk(
             tail=f"{BEFORE_QUESTION}{question}{frame.before_answer}{'' if preamble else lead}",
@@ -78,6 +72,22 @@ def _document(setting: Setting, rng: random.Random, preamble: str = "") -> Case:
         )
     )
     return Case(document=frame.before_document + document, asks=asks, special=frame.special)
+
+
+def spread(setting: Setting, lines: Sequence[str], *, text: str | None = None, start: float | None = None) -> str:
+    """Return a document in which the lines lie in their order, equally far apart.
+
+    text: what it is made of; None for the set's part of the setting's text. start: where in the text it begins, as a
+    share of it; None for a place that goes by the seed.
+    """
+    step = (LAST - FIRST) / (len(lines) - 1)
+    return compose(
+        text_of(setting.text, setting.fact_set) if text is None else text,
+        setting.tokenize,
+        lines=[(FIRST + i * step, line) for i, line in enumerate(lines)],
+        n_tokens=setting.n_tokens - setting.frame.size,
+        start=setting.seed * SPREAD % 1 if start is None else start,
+    )
 
 
 def text_of(text: str, fact_set: str) -> str:

@@ -10,8 +10,7 @@ import random
 from collections.abc import Sequence
 
 from .asks import Ask, Case, FreeAsk, Setting
-from .tasks import SPREAD, compose
-from .tasks_forms import BEFORE_QUESTION, FIRST, LAST, chosen_set, text_of
+from .tasks_forms import BEFORE_QUESTION, chosen_set, spread
 
 TURNS = 7
 """Facts that an answer turns to."""
@@ -72,14 +71,7 @@ def _case(
     value, the value, and wrong answers of its kind.
     """
     frame = setting.frame
-    step = (LAST - FIRST) / (len(lines) - 1)
-    document = compose(
-        text_of(setting.text, setting.fact_set),
-        setting.tokenize,
-        lines=[(FIRST + i * step, line) for i, line in enumerate(lines)],
-        n_tokens=setting.n_tokens - frame.size,
-        start=setting.seed * SPREAD % 1,
-    )
+    document = spread(setting, lines)
     asks: list[Ask] = [
         FreeAsk(
             tail="" if i else f"{BEFORE_QUESTION}{question}{frame.before_answer}",

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .asks import Ask, Case, FreeAsk, Setting
-from .tasks import compose
-from .tasks_forms import BEFORE_QUESTION, FIRST, LAST
+from .tasks_forms import BEFORE_QUESTION, spread
 
 PEOPLE = ("Conrad", "Rupert", "Oswald", "Gregor", "Ludwig", "Casper", "Magnus", "Edgar", "Florian", "Bertram")
 COUNTS = ("two", "three", "four", "five", "six")
@@ -56,14 +55,7 @@ def whole(setting: Setting, rng: random.Random) -> list[Case]:
     lines = mine + [MEMBER.format(club="rowing", who=who) for who in others] + towers + drawers
     rng.shuffle(lines)
     frame = setting.frame
-    step = (LAST - FIRST) / (len(lines) - 1)
-    document = compose(
-        setting.text,
-        setting.tokenize,
-        lines=[(FIRST + i * step, line) for i, line in enumerate(lines)],
-        n_tokens=setting.n_tokens - frame.size,
-        start=rng.random(),
-    )
+    document = spread(setting, lines, text=setting.text, start=rng.random())
 
     def spans(needed: Sequence[str]) -> tuple[tuple[int, int], ...]:
         return tuple(setting.span(document, line, shift=frame.size) for line in needed)
