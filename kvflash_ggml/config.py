@@ -165,10 +165,10 @@ class KVFlashConfig:
     tail: newest chunks that are never evicted, besides the one being filled. None: 4, or 2 where a sequence has less
         than 1,024 tokens of the pool.
     embedding: tokens of a text that llama.embedding.Embedder takes at once, for which memory is left. 0 for none.
-    parallel: sequences that are computed together; `pool_share` says how they divide the pool. "auto" is 4, or fewer
-        where their states would take more than a quarter of the pool's bytes or memory that is not there, or half of
-        the pool has no room for the least shares of the others; 1 where something else is asked for that serves one
-        sequence, and with deterministic.
+    parallel: sequences that are computed together; `pool_share` says how they divide the pool. "auto" is 4 at
+        most. It is fewer where their states take more than a quarter of the pool's bytes, or do not fit into memory.
+        It is also fewer where half of the pool has no room for the least shares of the others. It is 1 with
+        deterministic, and beside settings that serve one sequence only.
     pool_share: "elastic" lets a scheduler deal the pool anew whenever a request begins or ends, to the texts with one;
         "strict" keeps the shares. None is elastic, and strict where the same bits are promised: with deterministic or
         deterministic_batch.
