@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, ConversionError, brief
 from . import heads, reader
-from .reader import GGUF, TEXT, Field
+from .reader import FLOAT, GGUF, TEXT, Field
 from .target import TRAINED_FOR
 
 _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
@@ -40,6 +40,13 @@ _DELTA = ("qwen35", "qwen35moe", "qwen3next")
 _SECTIONS_OR_NONE = ("bailingmoe3", "glm4", "glm4moe", "hunyuan_vl")
 """Architectures that count positions plainly where RoPE's sections are 0."""
 
+_NO_ROPE = frozenset({
+    "arwkv7", "bert", "bloom", "deepseek2-ocr", "deepseek4", "glm5-next", "gpt2", "gptj", "jais", "jamba",
+    "jina-bert-v2", "kimi-k3", "kimi-linear", "mamba", "mamba2", "mpt", "nemotron_h", "nemotron_h_moe", "refact",
+    "rwkv6", "rwkv6qwen2", "rwkv7", "starcoder", "t5", "t5encoder", "wavtokenizer-dec",
+})  # fmt: skip
+"""Architectures that turn nothing. In others a step never ends where RoPE turns no value of a head."""
+
 _WHOLE_HEADS = frozenset({
     "apertus", "arcee", "arctic", "baichuan", "chameleon", "codeshell", "cogvlm", "cohere2moe", "dbrx", "deci",
     "deepseek", "dots1", "dream", "ernie4_5", "ernie4_5-moe", "exaone", "exaone-moe", "exaone4", "falcon", "granite",
@@ -56,6 +63,12 @@ _TABLES = ("d2t", "tid2eid")
 
 _F32 = ("ssm_a", "ssm_dt.bias")
 """How the names of vectors end that llama.cpp reads as 32-bit numbers only."""
+
+_ADAPTER = (
+    ("general.type", TEXT, "text"), ("general.architecture", TEXT, "text"), ("adapter.type", TEXT, "text"),
+    ("adapter.lora.alpha", FLOAT, "a number of 32 bits with a point"),
+)  # fmt: skip
+"""Fields of an adapter and their types."""
 
 _MOST_TEXT, _MOST_FLOAT = 127, 3.4028234663852886e38
 """Bytes of a text, and the largest number, that can take the place of a field."""
@@ -173,13 +186,15 @@ def _wrong_rope(file: GGUF) -> Wrong:
         plain = file.architecture in _SECTIONS_OR_NONE
         if not whole or sum(each[:4]) > head or not (plain or any(each[:3])):
             yield f"{own}rope.dimension_sections", sections, f"whole numbers from 0, with a sum from 1 to {head}"
-    turned, latent = file.own("rope.dimension_count"), file.own("attention.key_length_mla") is not None
-    for one in turned if isinstance(turned, list) else [0 if turned is None else turned]:
-        none = one == 0 and turned is not None and sections is not None and not latent
-        if type(one) is int and (one % 2 or one > head or none):
-            yield f"{own}rope.dimension_count", one, f"an even number up to {head}, the size of a head"
-        if file.architecture in _WHOLE_HEADS and type(turned) is int and one != head < _MOST_COUNT:
-            yield f"{own}rope.dimension_count", one, f"{head}, the size of a head"
+    one = file.own("rope.dimension_count")
+    if file.architecture in _WHOLE_HEADS and type(one) is int and one != head < _MOST_COUNT:
+        yield f"{own}rope.dimension_count", one, f"{head}, the size of a head"
+    least = 0 if file.architecture in _NO_ROPE or file.own("attention.key_length_mla") is not None else 2
+    for key in ("rope.dimension_count", "rope.dimension_count_swa"):
+        turned = file.own(key, [])
+        for one in turned if isinstance(turned, list) else [turned]:
+            if type(one) is int and (one % 2 or not least <= one <= head):
+                yield f"{own}{key}", one, f"an even number from {least} to {head}, the size of a head"
 
 
 def _head_dim(file: GGUF) -> int:
@@ -264,6 +279,44 @@ def _overridden(file: GGUF, overrides: Mapping[str, object]) -> GGUF:
             continue
         raise ConfigError(f"kv_overrides (--override-kv) {name} is {brief(value)}; wanted: {wanted}")
     return replace(file, name="kv_overrides (--override-kv)", fields=fields)
+
+
+def check_adapter(path: Path, model: Path) -> None:
+    """Raise ConversionError for a LoRA adapter with which llama.cpp would end the process, at the load or in a step.
+
+    model: the file that it is added to. A head that cannot be read, and an adapter of another model, are left to
+    llama.cpp.
+    """
+    try:
+        file = reader.read(path)
+        shapes = {tensor.name: tensor.shape for tensor in reader.all_tensors(reader.read(model))}
+    except (ConversionError, OSError):
+        return
+    for key, value, wanted in _wrong_adapter(file, shapes):
+        raise ConversionError(file.name, key, found=value, wanted=wanted, remedy=_REMEDY)
+
+
+def _wrong_adapter(file: GGUF, shapes: Mapping[str, tuple[int, ...]]) -> Wrong:
+    """Fields of another type than llama.cpp asserts, and pairs of tensors that cannot be multiplied."""
+    for key, kind, wanted in _ADAPTER:
+        if (field := file.fields.get(key)) is not None and field.kind != kind:
+            yield key, field.value, wanted
+    for name, one in file.tensors.items():
+        base, other = name.removesuffix(".lora_a"), file.tensors.get(f"{name[:-1]}b")
+        if base == name or other is None or base not in shapes:
+            continue
+        for tensor in (one, other):
+            if tensor.kind.name in _INTEGERS:
+                yield f"the type of {tensor.name}", tensor.kind.name, "f32, or another type of weights"
+            if _planes(tensor.shape) != _planes(shapes[base]):
+                yield f"the shape of {tensor.name}", list(tensor.shape), f"as many planes as {list(shapes[base])} has"
+        if base.endswith("token_embd.weight") and one.shape[0] != other.shape[0]:
+            yield f"the shape of {other.name}", list(other.shape), f"rows of {one.shape[0]}, as {name} has"
+
+
+def _planes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the dimensions behind the second one, without those of 1."""
+    return tuple(length for length in shape[2:] if length > 1)
 
 
 def check_projector(path: Path) -> None:

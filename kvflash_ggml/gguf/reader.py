@@ -26,7 +26,9 @@ _SHOWN = 3
 
 # magic, version, numbers of tensors and fields; length and text of the first key; type and length of its value
 _FIELD = struct.Struct("<4s4x16x8x20sIQ")
-TEXT = 8
+FLOAT, TEXT = 6, 8
+"""Numbers of types in a file: a number of 32 bits with a point, a text."""
+
 _LONGEST = 64
 
 

@@ -13,6 +13,7 @@ import llama_cpp
 from llama_cpp import _internals as internals
 
 from ..errors import ConfigError, KVFlashError
+from ..gguf import purpose
 from ..sequence.sequence import Sequence as Text
 
 _paged: weakref.WeakValueDictionary[int, PagedContext] = weakref.WeakValueDictionary()
@@ -85,10 +86,16 @@ def _explain(result: int, function: Any, arguments: tuple[Any, ...]) -> int:
     return result
 
 
-def check_adapter(path: str | None) -> None:
-    """Raise ConfigError for a LoRA adapter that is no regular file: llama.cpp would wait for who writes a pipe."""
-    if path is not None and not Path(path).is_file():
+def check_adapter(path: str | None, model: Path) -> None:
+    """Raise ConfigError for a LoRA adapter that is no regular file: llama.cpp would wait for who writes a pipe.
+
+    ConversionError for one that would end the process with this model.
+    """
+    if path is None:
+        return
+    if not Path(path).is_file():
         raise _no_adapter(path)
+    purpose.check_adapter(Path(path), model)
 
 
 def _no_adapter(path: str) -> ConfigError:

@@ -144,7 +144,7 @@ class Llama(llama_cpp.Llama):
         model_path = os.fspath(model_path)
         request = parameters.read(dict(keywords), parameters.defaults)
         request.check_file(Path(model_path))
-        check_adapter(request.upstream.get("lora_path"))
+        check_adapter(request.upstream.get("lora_path"), Path(model_path))
         self._config = request.config
         self._weights = request.weights
         self._drafting = Drafting()

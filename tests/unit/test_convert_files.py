@@ -87,6 +87,7 @@ KEYS: list[tuple[str, Any, str]] = [
     ("dflash.rope.freq_base", None, "dflash.rope.freq_base"),
     ("dflash.rope.freq_base", 1e4, "RoPE theta"),
     ("dflash.rope.dimension_count", 15, "dflash.rope.dimension_count"),
+    ("dflash.rope.dimension_count", 0, "dflash.rope.dimension_count"),
     ("dflash.context_length", None, "dflash.context_length"),
     ("dflash.block_size", None, "dflash.block_size"),
     ("dflash.block_size", 65, "block size"),

@@ -136,7 +136,10 @@ def test_what_llama_cpp_asserts_of_a_head(tmp_path: Path, key: str, value: float
 @pytest.mark.parametrize(
     ("key", "value", "wanted"),
     [
-        *(("rope.dimension_count", value, "an even number up to 64") for value in (0, 1, 15, 65, 66, (1 << 32) - 1)),
+        *(
+            ("rope.dimension_count", value, "an even number from 2 to 64")
+            for value in (0, 1, 15, 65, 66, (1 << 32) - 1)
+        ),
         *(("rope.dimension_sections", value, "a sum from 1 to 64") for value in (0, 255, (1 << 32) - 1)),
         *(("rope.dimension_sections", [one] * 4, "a sum from 1 to 64") for one in (0, -1, 17, 1 << 20, (1 << 31) - 1)),
         ("rope.dimension_sections", [0, 0, 0, 8], "a sum from 1 to 64"),
@@ -162,6 +165,7 @@ def test_what_llama_cpp_asserts_of_a_delta_net(tmp_path: Path, key: str, value: 
     ("architecture", "key", "value"),
     [
         ("qwen35", "rope.dimension_count", 64),
+        ("deepseek4", "rope.dimension_count", 0),
         ("qwen35", "rope.dimension_sections", [24, 20, 20, 0]),
         ("qwen35", "attention.head_count_kv", [0, 0, 0, 2] * 2),
         ("glm4", "rope.dimension_sections", [0] * 4),
@@ -176,6 +180,17 @@ def test_odd_heads_that_llama_cpp_computes_with(tmp_path: Path, architecture: st
         fields[f"{architecture}.{key}"] = Field.of(f"{architecture}.{key}", value)
 
     purpose.check_model(rewritten(MODELS / "recall-qwen35-q8_0.gguf", tmp_path / "model.gguf", change))
+
+
+@pytest.mark.parametrize("key", ["rope.dimension_count", "rope.dimension_count_swa"])
+@pytest.mark.parametrize("architecture", ["gemma3", "phi2", "minimax-m2", "dflash", "eagle3"])
+def test_rope_that_turns_nothing(tmp_path: Path, architecture: str, key: str) -> None:
+    """A step of llama.cpp never ends then. Architectures without RoPE may say 0."""
+    for name in (architecture, "bloom"):
+        path = made(tmp_path / "m.gguf", general__architecture=name, **{f"{name}.{key}": 0, f"{name}.block_count": 1})
+        wanted = rf"m\.gguf: {name}\.{key} is 0; wanted: an even number from 2"
+        with pytest.raises(ConversionError, match=wanted) if name != "bloom" else nullcontext():
+            purpose.check_head(reader.read(path))
 
 
 @pytest.mark.parametrize(
@@ -327,6 +342,74 @@ def test_a_head_that_cannot_be_read_is_left_to_llama_cpp(tmp_path: Path) -> None
         path.write_bytes(bytes(changed))
         with suppress(ConfigError):
             purpose.check_model(path)
+
+
+# --- adapters (LoRA)
+
+PAIRS = {
+    "blk.0.attn_q.weight.lora_a": (8, 4),
+    "blk.0.attn_q.weight.lora_b": (4, 8),
+    "token_embd.weight.lora_a": (4, 16),
+    "token_embd.weight.lora_b": (4, 8),
+    "blk.0.ffn_up_exps.weight.lora_a": (8, 4, 3),
+    "blk.0.ffn_up_exps.weight.lora_b": (4, 8, 3),
+    "output_norm.weight": (8,),
+}
+"""An adapter of rank 4, by shapes with the length of a row first."""
+
+ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    # fields, tensors by shape and perhaps type, and what is refused
+    "sound": ({}, {}, ""),
+    "of more than one dimension": ({}, {"blk.0.attn_q.weight.lora_a": (8, 4, 1, 1)}, ""),
+    "of another model": ({}, {"blk.9.attn_q.weight.lora_a": (8, 4, 2)}, ""),
+    "half a pair": ({}, {"blk.1.attn_q.weight.lora_a": (8, 4, 2)}, ""),
+    "an alpha that is whole": ({"adapter.lora.alpha": 16}, {}, "adapter.lora.alpha is 16; wanted: a number"),
+    "a type that is none": ({"general.type": 5}, {}, "general.type is 5; wanted: text"),
+    "a kind that is none": ({"adapter.type": 0.5}, {}, "adapter.type is 0.5; wanted: text"),
+    "an architecture that is none": ({"general.architecture": True}, {}, "general.architecture is True; wanted: text"),
+    "integers": ({}, {"blk.0.attn_q.weight.lora_a": ((8, 4), "i32")}, "the type of .*attn_q.weight.lora_a is i32"),
+    "doubles": ({}, {"blk.0.attn_q.weight.lora_b": ((4, 8), "f64")}, "the type of .*attn_q.weight.lora_b is f64"),
+    "planes": ({}, {"blk.0.attn_q.weight.lora_a": (8, 4, 2)}, "the shape of .*attn_q.weight.lora_a is"),
+    "no planes": ({}, {"blk.0.ffn_up_exps.weight.lora_b": (4, 8)}, "the shape of .*up_exps.weight.lora_b is"),
+    "ranks": ({}, {"token_embd.weight.lora_b": (5, 8)}, "the shape of token_embd.weight.lora_b is .*rows of 4"),
+}
+
+
+def of_zeros(path: Path, values: dict[str, Any], shapes: dict[str, Any]) -> Path:
+    """A file whose tensors are zeros, F32 where a shape stands without a type."""
+    tensors = []
+    for name, one in shapes.items():
+        shape, kind = one if isinstance(one[0], tuple) else (one, "f32")
+        zeros = np.zeros(types.nbytes(types.BY_NAME[kind], shape), np.uint8)
+        tensors.append(
+            Planned(name=name, kind=types.BY_NAME[kind], shape=shape, pieces=lambda zeros=zeros: iter([zeros]))
+        )
+    with path.open("wb") as file:
+        writer.write(file, [Field.of(*item) for item in values.items()], tensors, lambda done, total: None)
+    return path
+
+
+@pytest.mark.parametrize("what", ADAPTERS)
+def test_adapters_that_end_the_process_are_refused(tmp_path: Path, what: str) -> None:
+    """llama.cpp asserts the types of their fields at the load, and the shapes of their pairs in the first step."""
+    fields, tensors, refused = ADAPTERS[what]
+    said: dict[str, Any] = {
+        "general.type": "adapter", "general.architecture": "llama", "adapter.type": "lora", "adapter.lora.alpha": 1.0
+    }  # fmt: skip
+    whole: dict[str, Any] = {
+        "blk.0.attn_q.weight": (8, 8), "token_embd.weight": (8, 16), "blk.0.ffn_up_exps.weight": (8, 8, 3),
+        "output_norm.weight": (8,), "blk.1.attn_q.weight": (8, 8),
+    }  # fmt: skip
+    model = of_zeros(tmp_path / "model.gguf", {"general.architecture": "llama"}, whole)
+    adapter = of_zeros(tmp_path / "adapter.gguf", said | fields, {**PAIRS, **tensors})
+    with pytest.raises(ConversionError, match=rf"adapter\.gguf: {refused}") if refused else nullcontext():
+        purpose.check_adapter(adapter, model)
+
+
+def test_heads_of_adapters_that_cannot_be_read_are_left_to_llama_cpp(tmp_path: Path) -> None:
+    (path := tmp_path / "adapter.gguf").write_bytes(b"GGUF")
+    purpose.check_adapter(path, MODELS / "scorer-qwen3-q8_0.gguf")
+    purpose.check_adapter(MODELS / "scorer-qwen3-q8_0.gguf", path)
 
 
 # --- what is no file
