@@ -203,15 +203,12 @@ class Answer:
         self._task = model.begin(request, branch=branch, progress=self._progress, paused=self._paused)
         self._steps = self._task.steps()
 
-    def advance(self, rows: int | None = None) -> Pending | None:
+    def advance(self) -> Pending | None:
         """Go on to the next step, which may be computed with others, and return it.
 
-        rows: tokens of a step of its prompt, at most; None for as many as fit. None is returned where a token was drawn
-        and sent, another prompt may begin, or the answer is over for now.
+        None where a token was drawn and sent, another prompt may begin, or the answer is over for now.
         """
         assert self._steps is not None
-        if self.reads and self._model is not None:
-            self._model.limit_prompt_steps(rows)
         token = next(self._steps, "length")
         if token is None or not isinstance(token, (int, str)):
             return token
@@ -222,10 +219,13 @@ class Answer:
 
     def close(self) -> None:
         """Leave the slot: nothing more is made for now."""
-        if self._model is not None and self._steps is not None:
+        if self._model is not None:
             model, self._model = self._model, None
-            self._steps.close()
-            model.ended()
+            try:
+                if self._steps is not None:
+                    self._steps.close()
+            finally:
+                model.ended()
 
     def _finish(self, reason: str) -> None:
         """Send what was held back, and note how the answer ended."""

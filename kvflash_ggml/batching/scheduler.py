@@ -385,9 +385,10 @@ class Scheduler:
     def _begin(self, job: Job) -> None:
         request, now = job.request, self._clock()
         # prompts that are to share a step, and whose texts can be copied once they are read
-        alike = [one for one in self._running if not one.answer.generated and one.slot.will_gain(request)]
-        self._round([one for one in alike if not one.reads])
-        if any(one.reads and one in self._running for one in alike):
+        begun = [one for one in self._running if not (one.reads or one.answer.generated)]
+        alike = [one for one in begun if one.slot.will_gain(request)]
+        self._round(alike)
+        if any(one.reads for one in alike):  # whoever reads in steps of its own, `_may_begin` has asked
             return self.waiting.put_first(job)
         free = [slot for slot in self.slots if slot.request is None]
         # an empty one rather than one whose text somebody may go on with
@@ -405,9 +406,10 @@ class Scheduler:
             return
         try:
             self._check(job)
+            slot.model.limit_prompt_steps(self._steps.rows if len(self._running) > 1 else None)
             answer.begin(slot, beside)
         except Exception as err:
-            self._finish(running, *self._failure(running, err))
+            self._fail(running, err)
             return
         self._advance(running)
         if not running.reads:  # its prompt is read in the next step
@@ -424,7 +426,7 @@ class Scheduler:
             self.model.deal(reach)
         except Exception as err:
             if begins is not None:
-                self._finish(begins, *self._failure(begins, err))
+                self._fail(begins, err)
                 return False
             logger.exception("the pool could not be dealt anew")
         return True
@@ -454,11 +456,12 @@ class Scheduler:
         """Compute a step of a prompt, and draw the first token behind the last one."""
         others = any(not other.reads for other in self._running)
         olders, began = self._running[: self._running.index(one)], self._clock()
-        self._advance(one, self._steps.rows if others else None)
-        if one.pending is not None:
+        one.slot.model.limit_prompt_steps(self._steps.rows if others else None)
+        self._advance(one)
+        while one.pending is not None:  # its end may be computed twice: nothing else comes before a prepared step
             self._draw(one, one.pending)
         done, now = one.answer.read_yet[0], self._clock()
-        rows = done - (one.done if done > one.done else 0)  # or it is read again
+        rows = done - (one.done if done >= one.done else 0)  # or it is read again
         one.done = done
         if rows and others:
             self._steps.read(rows, now - began)
@@ -493,15 +496,15 @@ class Scheduler:
         while step.more and one.pending is None and one in self._running:
             self._advance(one)
 
-    def _advance(self, one: Running, rows: int | None = None) -> None:
-        """Let an answer go on to its next step, or the next token. rows: see `Answer.advance`."""
+    def _advance(self, one: Running) -> None:
+        """Let an answer go on to its next step, or the next token."""
         answer = one.answer
         try:
             if one.pending is None:
                 self._check(one.job)
-            one.pending = answer.advance(rows)
+            one.pending = answer.advance()
         except Exception as err:
-            self._finish(one, *self._failure(one, err))
+            self._fail(one, err)
             return
         if answer.end is not None:
             self._finish(one, answer.end.reason, answer.end)
@@ -509,6 +512,14 @@ class Scheduler:
             self._put_aside(one)
         elif self.shared is not None and one.pending is None and answer.generated == 1:
             one.slot.offer(self.shared, answer.usage, least=LONG_PROMPT)
+
+    def _fail(self, one: Running, err: Exception) -> None:
+        """End an answer for an error. It leaves its text before that may be forgotten."""
+        try:
+            one.answer.close()
+        except Exception as worse:
+            err = worse
+        self._finish(one, *self._failure(one, err))
 
     def _finish(self, one: Running, reason: str, event: Event) -> None:
         usage = one.answer.usage

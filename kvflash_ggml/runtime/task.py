@@ -6,7 +6,6 @@ from collections import abc
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import Int32s
@@ -285,7 +284,7 @@ class Task:
                     self._piece = None if step is None else Pending(self, self._text.pooled, step, None, True, True)
                     yield self._piece
         finally:
-            self.reads = False
+            self.reads, self._piece = False, None
 
     def _finish_piece(self, step: Step) -> None:
         assert self._piece is not None
@@ -399,13 +398,12 @@ class Task:
             if verified is not None:
                 return self._refuse(verified, err)
             text.requires_eval = True
-            again = partial(text.read_again, err, step.start, step.tokens, progress=self._request.progress)
-            if isinstance(err, SnapshotError):
-                return again()
-            if pending is not None and pending.beside and sequence.length < step.start:
-                # a step of several failed, and recurrent state has gone back further
-                return again(kept=sequence.length)
-            raise
+            kept = 0
+            if not isinstance(err, SnapshotError):
+                if pending is None or not pending.beside or sequence.length >= step.start:
+                    raise
+                kept = sequence.length  # a step of several failed, and recurrent state has gone back further
+            return text.read_again(err, step.start, step.tokens, kept=kept, progress=self._request.progress)
         except BaseException:
             text.requires_eval = True
             raise

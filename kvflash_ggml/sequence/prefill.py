@@ -334,6 +334,7 @@ def computed(reading: Pieces, compute: Callable[[Step], None]) -> Pieces:
             except BaseException as err:
                 error = err
     finally:
+        error = None  # its traceback has this frame: a cycle would keep the model
         reading.close()
 
 

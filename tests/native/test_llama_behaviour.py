@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import weakref
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -796,6 +797,32 @@ def test_a_model_that_is_dropped_is_closed_at_once(models: dict[str, Path], toke
     del llm
     assert gone() is None, "it is in a cycle"
     assert session.engine.closed
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_model_that_has_answered_is_closed_at_once(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, *, interrupted: bool
+) -> None:
+    """Nothing of a request outlives it, which would keep a class of one's own, or an interrupt's traceback."""
+    from kvflash_ggml import Llama
+
+    class Own(Llama):
+        def sample(self, *args: Any, **settings: Any) -> int:
+            return super().sample(*args, **settings)
+
+    def interrupt(steps: Any) -> None:
+        raise KeyboardInterrupt
+
+    llm = Own(str(models["small"]), n_ctx=1024, kvflash=512, n_threads=1, verbose=False)
+    stream, gone = llm.generate(list(range(5, 700))), weakref.ref(llm)
+    with monkeypatch.context() as patch:
+        if interrupted:
+            patch.setattr(inside(llm).session.pool, "run", interrupt)
+        with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
+            next(stream)
+    stream.close()
+    del llm, stream
+    assert gone() is None, "it is in a cycle"
 
 
 def test_a_model_in_a_cycle_is_closed_before_its_context(models: dict[str, Path]) -> None:

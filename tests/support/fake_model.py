@@ -285,7 +285,7 @@ class FakeTask:
         short = model.several and total <= model.short
         self.reads = not short
         yield None
-        drawable = short and total != model.twice
+        drawable = short and total != model.twice and total <= (model.limit or total)
         if drawable:
             yield from self.waits(FakeStep(model, False, rows=total, reads=True))
             model.tokens = tokens.copy()
