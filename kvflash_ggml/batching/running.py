@@ -11,6 +11,9 @@ from .schedule import Want
 from .slot import Slot
 
 
+TOKEN, SHARES = Want(), Want(shares=True)
+
+
 @dataclass(slots=True, eq=False)
 class Running:
     """An answer in a slot. pending: its next step; None where it has to be prepared first.
@@ -37,7 +40,7 @@ class Running:
     def want(self) -> Want:
         """What it wants of the next step."""
         if not self.reads:
-            return Want(shares=not self.answer.generated)
+            return TOKEN if self.answer.generated else SHARES
         done, total = self.answer.read_yet
         priority = self.job.request.priority
         return Want(
