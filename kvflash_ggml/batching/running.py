@@ -10,7 +10,6 @@ from .queue import Job
 from .schedule import Want
 from .slot import Slot
 
-
 TOKEN, SHARES = Want(), Want(shares=True)
 
 
