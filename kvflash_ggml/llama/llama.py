@@ -543,11 +543,11 @@ class Llama(llama_cpp.Llama):
 
     @draft_model.setter
     def draft_model(self, model: Any) -> None:
-        self._draft_model, reader = model, self._at_hand
-        if reader.sequence is not None and self._config is not None:
-            if reader.speculator is not None:
-                self._drafting = self._drafting.after(reader.speculator)
-            reader.speculator = reader.sequence.follower = speculator_of(self, reader, self._config, self._drafting)
+        self._draft_model, text = model, self._at_hand
+        if text.sequence is not None and self._config is not None:
+            if text.speculator is not None:
+                self._drafting = self._drafting.after(text.speculator)
+            text.speculator = text.sequence.follower = speculator_of(self, text, self._config, self._drafting)
 
     @property
     def kvflash(self) -> PoolStats | None:

@@ -122,26 +122,26 @@ class Previews:
         yield from make(tokens, reset=reset) if places is None else self._preview(make, tokens, places)
 
     def _preview(self, make: Make, tokens: Sequence[int], places: Int64s) -> Tokens:
-        llm, saver, reader = self._llm, self._llm._saver, self._llm._at_hand
+        llm, saver, text = self._llm, self._llm._saver, self._llm._at_hand
         before = saver.saved(None) if llm.n_tokens else None
-        reader.previewing = True
+        text.previewing = True
         try:
             with llm.without_cache():
                 yield from make([tokens[at] for at in places])
         finally:
-            told = replace(reader.pooled.stats, previewed=len(tokens))
+            told = replace(text.pooled.stats, previewed=len(tokens))
             try:
                 if before is None:
-                    reader.reset()
+                    text.reset()
                 else:
                     saver.go_on_from(before)
             except BaseException:
-                reader.reset()  # nothing of a preview stays, whatever goes wrong
+                text.reset()  # nothing of a preview stays, whatever goes wrong
                 raise
             finally:
-                reader.previewing = False
+                text.previewing = False
             self._unread = partial(make, tokens)
-            reader.pooled.stats = told
+            text.pooled.stats = told
 
     def criteria(self, stopping: Criteria | None) -> Criteria | None:
         """Wrap stopping criteria for upstream, which asks again when the preview's text has gone: the outcome stays."""

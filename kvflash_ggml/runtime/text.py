@@ -48,8 +48,8 @@ class Text:
     """One text of a model: its tokens, their logits and their memory, kept in step.
 
     model: see `open`. n_tokens, input_ids [n_ctx], scores [rows, n_vocab], seed, sampler: upstream's fields. stock:
-    what a text without a pool does; None for further texts. sampled_s: seconds that the newest
-    token took to be drawn. progress: called as (done, total) behind the steps of prompts.
+    what a text without a pool does; None for further texts. sampled_s: seconds that the newest token took to be drawn.
+    progress: called as (done, total) behind the steps of prompts.
 
     sequence: the text on its pool; None without a pool. requires_eval: the logits of the newest token are not at hand,
     without a pool. speculator: what drafts; None where nobody does. prefixes: texts that are kept for later; None
@@ -261,7 +261,7 @@ class Text:
             prefill.extend(sequence, self.input_ids[sequence.length : self.n_tokens].astype(np.int32))
 
     def after_step(self, start: int, count: int) -> None:
-        """Copy what a step of the sequence has computed to the fields of the Llama."""
+        """Take over what a step of the sequence has computed."""
         sequence = self.sequence
         assert sequence is not None
         self.input_ids[start : start + count] = sequence.ids[start : start + count]
@@ -317,7 +317,7 @@ class Text:
             self.evaluate(again)
 
     def follow(self, saved: SessionState) -> None:
-        """Copy a session that the sequence has loaded to the fields of the Llama."""
+        """Take over a session that the sequence has loaded."""
         self.n_tokens = 0  # interrupted here, no text is known, or all of one: never a mixture
         self.input_ids[: saved.length] = saved.tokens
         self.n_tokens = saved.length

@@ -57,7 +57,7 @@ class Before:
 @dataclass(slots=True)
 class Prefill:
     """One prompt, and how many of its tokens a text has read (`done`). step: of `prepare`. The other fields are
-    arguments of `extend`.
+    arguments of `pieces`.
     """
 
     text: Sequence
