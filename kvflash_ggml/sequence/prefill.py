@@ -253,7 +253,7 @@ class Prefill:
         can_go_back = text.config.checkpoints > 0 or not (info.recurrent or info.n_swa > 0)
         if not pageable or not can_go_back:
             return 0
-        size = min(total if total <= QUESTION_TOKENS + LEFT_OVER else QUESTION_TOKENS, text.pool.n_ubatch)
+        size = min(total if total <= QUESTION_TOKENS + LEFT_OVER else QUESTION_TOKENS, text.n_ubatch)
         media = np.flatnonzero(self.tokens[total - size :] < 0)
         return size - (int(media[-1]) + 1 if len(media) else 0)
 

@@ -799,6 +799,18 @@ def test_a_model_that_is_dropped_is_closed_at_once(models: dict[str, Path], toke
     assert session.engine.closed
 
 
+def test_a_question_is_no_longer_than_a_step(models: dict[str, Path]) -> None:
+    """A scheduler has steps shorter than a prompt's question. Recurrent state goes back to a checkpoint before it."""
+    from kvflash_ggml import Llama
+
+    settings: dict[str, Any] = {"n_ctx": 4096, "n_batch": 256, "n_ubatch": 256, "n_threads": 1, "verbose": False}
+    llm, drawn = Llama(str(models["hybrid"]), kvflash=512, kvflash_reading="pool", **settings), np.random.default_rng(0)
+    inside(llm).session.n_ubatch = 64
+    list(islice(llm.generate(drawn.integers(5, 200, 1200).tolist(), temp=0), 9))
+    turn = drawn.integers(5, 200, 75).tolist()
+    assert len(list(islice(llm.generate(turn, temp=0, reset=False), 3))) == 3
+
+
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_model_that_has_answered_is_closed_at_once(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, *, interrupted: bool
