@@ -121,7 +121,7 @@ ANSWERED: dict[tuple[str, ...], str] = {
     ("--numa",): "run it under numactl",
     ("-C", "--cpu-mask", "-Cr", "--cpu-range", "--cpu-strict", "--prio", "-Cb", "--cpu-mask-batch"): _CORES,
     ("-Crb", "--cpu-range-batch", "--cpu-strict-batch", "--prio-batch"): _CORES,
-    ("--poll", "--poll-batch"): "set OMP_WAIT_POLICY to active or passive, or GOMP_SPINCOUNT",
+    ("--poll", "--poll-batch"): "OMP_WAIT_POLICY (active or passive) or GOMP_SPINCOUNT says it, between steps",
     ("--no-host", "--no-op-offload", "--op-offload"): "llama.cpp's default is used: leave it out",
     ("-dt", "--defrag-thold"): "a pool has no holes to close: leave it out",
     ("-lm", "--load-mode"): "--mmap, --no-mmap and --mlock say how the file is loaded",

@@ -41,8 +41,9 @@ WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Variables by which OpenMP is told how its threads wait. Whoever sets one of them decides."""
 
 SPINS = 2000
-"""Rounds that a thread spins for another one before it sleeps: about 0.1 ms on a Xeon. libgomp's default is 300,000:
-16 ms there, in which a thread burns the time that the scheduler then denies the thread it waits for."""
+"""Rounds that a thread spins between two steps before it sleeps: 0.03 to 0.1 ms on a Xeon. libgomp's default is
+300,000: up to 16 ms there, in which a thread burns the time that the scheduler then denies the thread it waits for.
+Within a step our barrier decides (patch `0039`)."""
 
 CUDA_FLAGS = 'CMAKE_ARGS="-DGGML_CUDA=on -DLLAMA_BUILD=OFF"'
 
