@@ -409,7 +409,7 @@ class Scheduler:
             slot.model.limit_prompt_steps(self._steps.rows if len(self._running) > 1 else None)
             answer.begin(slot, beside)
         except Exception as err:
-            self._fail(running, err)
+            self._finish(running, *self._failure(running, err))
             return
         self._advance(running)
         if not running.reads:  # its prompt is read in the next step
@@ -426,7 +426,7 @@ class Scheduler:
             self.model.deal(reach)
         except Exception as err:
             if begins is not None:
-                self._fail(begins, err)
+                self._finish(begins, *self._failure(begins, err))
                 return False
             logger.exception("the pool could not be dealt anew")
         return True
@@ -504,7 +504,7 @@ class Scheduler:
                 self._check(one.job)
             one.pending = answer.advance()
         except Exception as err:
-            self._fail(one, err)
+            self._finish(one, *self._failure(one, err))
             return
         if answer.end is not None:
             self._finish(one, answer.end.reason, answer.end)
@@ -512,14 +512,6 @@ class Scheduler:
             self._put_aside(one)
         elif self.shared is not None and one.pending is None and answer.generated == 1:
             one.slot.offer(self.shared, answer.usage, least=LONG_PROMPT)
-
-    def _fail(self, one: Running, err: Exception) -> None:
-        """End an answer for an error. It leaves its text before that may be forgotten."""
-        try:
-            one.answer.close()
-        except Exception as worse:
-            err = worse
-        self._finish(one, *self._failure(one, err))
 
     def _finish(self, one: Running, reason: str, event: Event) -> None:
         usage = one.answer.usage
@@ -554,8 +546,12 @@ class Scheduler:
         one.pending = one.slot.request = None
 
     def _failure(self, one: Running, err: Exception) -> tuple[str, Event]:
-        """Tell how an answer ended that did not come to its end, and its last event."""
+        """Close an answer that did not come to its end. Tell how it ended, and its last event."""
         request = one.job.request
+        try:
+            one.answer.close()  # before its text may be forgotten
+        except Exception as worse:
+            err = worse
         for kind, code in ENDS.items():
             if isinstance(err, kind):
                 return _failed(code, str(err))
