@@ -12,8 +12,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from kvflash_ggml.llama import pool_drafter as pool_sketch
 from kvflash_ggml.llama.speculating import HOPES, SERIAL
+from kvflash_ggml.runtime import pool_drafter as pool_sketch
 from kvflash_ggml.runtime.pool_drafter import Draw, PoolDrafter
 from kvflash_ggml.speculation.base import Features
 from kvflash_ggml.speculation.decision import WIDTHS, Controller

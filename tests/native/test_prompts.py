@@ -16,7 +16,7 @@ from support.harness import TEXT
 
 from kvflash_ggml.errors import ConfigError, ContextFull
 from kvflash_ggml.gguf.reader import Field
-from kvflash_ggml.llama import samplers
+from kvflash_ggml.runtime import samplers
 from kvflash_ggml.server.prompts import MOST_BYTES, LlamaPrompts
 
 NAMES = "tokenizer.ggml.tokens"
