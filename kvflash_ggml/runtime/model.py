@@ -22,9 +22,9 @@ class Closed:
 class Model:
     """A loaded model, which its texts share.
 
-    weights, context: upstream's `LlamaModel` and `LlamaContext`. n_ctx: most tokens of a text. n_batch, n_ubatch: of a
-    step, as llama.cpp has them. logits_all: the logits of all tokens are kept. finder: of retrieval heads; None where
-    the policy uses none.
+    weights, context: upstream's `LlamaModel` and `LlamaContext`. n_ctx: most tokens of a text. n_ubatch: of a step,
+    as llama.cpp has them. logits_all: the logits of all tokens are kept. finder: of retrieval heads; None where the
+    policy uses none.
     """
 
     def __init__(self, llm: llama_cpp.Llama, *, logits_all: bool) -> None:
@@ -32,7 +32,6 @@ class Model:
         self.context: Any = llm._ctx
         self.n_ctx: int = llm._n_ctx
         self.n_vocab: int = llm._n_vocab
-        self.n_batch: int = llm.n_batch
         self.n_ubatch: int = llm.context_params.n_ubatch or llm.n_batch
         self.n_threads: int = llm.n_threads
         self.logits_all = logits_all
