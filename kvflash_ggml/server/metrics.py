@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from ..batching.messages import Access, Request, Usage
 from ..batching.scheduler import Scheduler
 
-_OF_TEXT = b"kvflash:kv_cache_usage_perc"
+_OF_TEXT = (b"kvflash:kv_cache_usage_perc", b"kvflash:evicted_mass")
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
@@ -48,10 +48,10 @@ class Metrics:
         self._whole.observe(took + usage.generation_s)
 
     def text(self, access: Access) -> bytes:
-        """Return all metrics, without the gauge of the current text where `access` may not see it."""
+        """Return all metrics, without the gauges of the current text where `access` may not see it."""
         lines = generate_latest(self._registry).splitlines(keepends=True)
         shown = self._scheduler is not None and self._scheduler.conversations.seen(access, lambda: True)
-        return b"".join(line for line in lines if shown or _OF_TEXT not in line)
+        return b"".join(line for line in lines if shown or not any(name in line for name in _OF_TEXT))
 
     def collect(self) -> Iterator[Metric]:
         scheduler = self._scheduler
@@ -72,6 +72,11 @@ class Metrics:
         }
         for name, (what, value) in gauges.items():
             yield GaugeMetricFamily(f"kvflash:{name}", what, value=value)
+        masses = [one.model.counters()["evicted_mass"] for one in scheduler.slots]
+        mass = GaugeMetricFamily("kvflash:evicted_mass", "Largest share of a text's attention on evicted chunks.")
+        if known := [one for one in masses if one is not None]:
+            mass.add_metric([], max(known))
+        yield mass
         gap = GaugeMetricFamily(
             "kvflash:inter_token_gap_seconds", "Between two of the newest 4,096 tokens.", labels=["quantile"]
         )

@@ -128,6 +128,7 @@ class FakeModel:
     told: int = 0
     deals: list[list[tuple[FakeModel, int]]] = field(default_factory=list)
     task: Callable[..., FakeTask] = lambda *asked: FakeTask(*asked)
+    evicted_mass: float | None = None
 
     def __post_init__(self) -> None:
         self.several = self.parallel > 1 or self.first is not None
@@ -256,7 +257,7 @@ class FakeModel:
             "pool": 1024, "share": 1024, "length": len(self.tokens), "chunks": -(-len(self.tokens) // 64),
             "resident": 1, "page_ins": 3, "page_outs": 2, "page_bytes": 64, "host_bytes": 128, "spilled_bytes": 0,
             "device_bytes": 4096, "drafted": 2, "accepted": 1, "drafted_total": 5, "accepted_total": 4,
-            "evicted_mass": None, "policy": "lru",
+            "evicted_mass": self.evicted_mass, "policy": "lru",
         }  # fmt: skip
 
     def close(self) -> None:

@@ -488,6 +488,18 @@ def test_metrics() -> None:
     assert 0 <= gaps[0] <= gaps[1]
 
 
+def test_the_largest_evicted_mass_of_the_texts_is_a_metric() -> None:
+    def told(*masses: float | None) -> list[str]:
+        server = Server(FakeModel(parallel=len(masses)))
+        for slot, mass in zip(server.scheduler.slots, masses, strict=True):
+            slot.model.evicted_mass = mass
+        lines = bytes(server.get("/metrics").body).decode().splitlines()
+        return [line for line in lines if line.startswith("kvflash:evicted_mass")]
+
+    assert told(None, 0.25, 0.75) == ["kvflash:evicted_mass 0.75"]
+    assert told(None, None) == []
+
+
 # --- errors
 
 
