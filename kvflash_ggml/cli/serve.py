@@ -22,8 +22,8 @@ conversations are swapped to host memory and resume bitwise identical. A turn re
 
 \b
 Endpoints: /v1/chat/completions, /v1/embeddings, /api/chat, /v1/messages, /v1/responses, /v1/completions, /v1/models,
-/health, /metrics, /props, /slots, /tokenize, /detokenize, /apply-template, /completion, /kvflash/state and more:
-docs/server.md. SIGTERM or Ctrl-C lets running answers end; a second one does not.
+/v1/audio/transcriptions, /health, /metrics, /props, /slots, /tokenize, /completion, /kvflash/state and more:
+GET /openapi.json, docs/server.md. SIGTERM or Ctrl-C lets running answers end; a second one does not.
 
 \b
 Every option has a variable: --api-key is KVFLASH_API_KEY, --kvflash is KVFLASH_POOL."""

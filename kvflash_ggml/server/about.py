@@ -17,12 +17,19 @@ from .usage import generation_settings
 
 
 async def health(front: Intake, request: HttpRequest) -> Response:
+    """Say whether requests are taken: 503 while the server ends."""
     if front.draining:
         raise shutting_down()
     return JSONResponse({"status": "ok"})
 
 
+async def version(front: Intake, request: HttpRequest) -> Response:
+    """Tell the version of this package."""
+    return JSONResponse({"version": __version__})
+
+
 async def props(front: Front, request: HttpRequest) -> Response:
+    """Describe the model, its template and the settings that requests have unless they say otherwise."""
     model, settings = front.scheduler.model, front.settings
     usual = generation_settings(settings.sampling, settings.default_tokens)
     return JSONResponse(
@@ -39,6 +46,7 @@ async def props(front: Front, request: HttpRequest) -> Response:
 
 
 async def models(front: Front, request: HttpRequest) -> Response:
+    """List the models, or describe one."""
     meta = {**front.prompts.facts, "n_ctx": front.scheduler.model.n_ctx}
     aliases = [front.settings.alias, *front.settings.aliases]
     return listed(request, [entry(front.settings.alias, front.created, meta, aliases=aliases)])

@@ -55,17 +55,16 @@ class MessagesRequest(TranslatedRequest):
     metadata: dict[str, Any] | None = None
 
 
-async def messages(front: Front, http: HttpRequest) -> Response:
-    asked: MessagesRequest = await front.asked(http, MessagesRequest)
+async def messages(front: Front, http: HttpRequest, asked: MessagesRequest) -> Response:
+    """Answer messages as Anthropic's interface does."""
     chat = await front.work(http, _translated, front, http, asked)
     requests, rendered = await prepared(front, http, chat, kind="msg")
     answer = MessageAnswer(front.settings.alias, requests[0].id, chat, rendered.reader(), len(requests[0].tokens))
     return await front.respond(http, requests, [answer], each=1, stream=asked.stream)
 
 
-async def count_tokens(front: Front, http: HttpRequest) -> Response:
+async def count_tokens(front: Front, http: HttpRequest, asked: MessagesRequest) -> Response:
     """Count the tokens that `messages` would read. It takes no slot, and asks nothing of the engine's thread."""
-    asked: MessagesRequest = await front.asked(http, MessagesRequest)
     chat = await front.work(http, _translated, front, http, asked)
     return JSONResponse({"input_tokens": await tokens_of(front, http, chat)})
 

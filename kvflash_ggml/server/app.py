@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -23,23 +23,26 @@ from . import (
     fields,
     llamacpp,
     markdown,
+    metrics,
     ollama,
+    openapi,
     responses,
+    transcriptions,
 )
 from .errors import ApiError
 from .front import Front
 from .guard import Guard
 from .metrics import Metrics
+from .openapi import Described, Endpoint
 from .settings import ServerSettings
-
-Endpoint = Callable[[Front, Request], Awaitable[Response]]
 
 FRONTS = ("/v1", "")
 """Some programs write the version, others leave it out."""
 
 NOT_HERE = {
     "/api/pull": "fetch a model with kvflash-run pull, and start a server with it",
-    "/v1/audio/transcriptions": "send the sound in a chat, as input_audio, to a server with --mmproj",
+    "/v1/audio/speech": "this server makes text only",
+    "/v1/audio/translations": "ask for it in prompt of /v1/audio/transcriptions",
     "/v1/images/generations": "this server makes text only",
 }
 """What clients may look for, and what to do instead."""
@@ -53,6 +56,7 @@ ANSWERS: Mapping[str, Endpoint] = {
     **{f"{front}/messages/count_tokens": anthropic.count_tokens for front in FRONTS},
     **{f"{front}/responses": responses.responses for front in FRONTS},
     **{f"{front}/responses/input_tokens": responses.input_tokens for front in FRONTS},
+    **{f"{front}/audio/transcriptions": transcriptions.transcriptions for front in FRONTS},
     "/api/chat": ollama.chat,
     "/api/generate": ollama.generate,
     "/v1/completions": completions.completions,
@@ -72,55 +76,69 @@ ANSWERS: Mapping[str, Endpoint] = {
 """What is posted for a model to answer."""
 
 
+async def describe(front: Front, request: Request) -> Response:
+    """Describe every endpoint, as OpenAPI 3.1."""
+    return JSONResponse(await front.work(request, openapi.document, ROUTES, front.settings))
+
+
+ROUTES: Sequence[Described] = (
+    *(("POST", path, endpoint) for path, endpoint in ANSWERS.items()),
+    ("GET", "/api/version", ollama.version),
+    ("GET", "/api/tags", ollama.tags),
+    ("GET", "/api/ps", ollama.ps),
+    ("POST", "/api/show", ollama.show),
+    ("GET", "/v1/models", about.models),
+    ("GET", "/v1/models/{model:path}", about.models),
+    ("GET", "/models", about.models),
+    *(("GET", f"{front}/responses/{{id}}", responses.retrieve) for front in FRONTS),
+    ("GET", "/health", about.health),
+    ("GET", "/v1/health", about.health),
+    ("GET", "/ping", about.health),
+    ("POST", "/ping", about.health),
+    ("GET", "/version", about.version),
+    ("GET", "/openapi.json", describe),
+    ("GET", "/metrics", metrics.show),
+    ("GET", "/props", about.props),
+    ("GET", "/slots", llamacpp.slots),
+    ("GET", "/tokenizer_info", llamacpp.tokenizer_info),
+    ("POST", "/slots/{id}", llamacpp.slot_action),
+    ("GET", "/", events.page),
+    ("GET", "/kvflash/state", conversations.state),
+    ("GET", "/kvflash/events", events.events),
+    ("GET", "/kvflash/words", events.words),
+    ("POST", "/kvflash/markdown", markdown.markdown),
+    ("GET", "/kvflash/conversations", conversations.conversations),
+    ("DELETE", "/kvflash/conversations/{id}", conversations.erase),
+    ("POST", "/kvflash/conversations/{id}/{action}", conversations.action),
+)
+"""All that is served."""
+
+
 def make_app(front: Front, metrics: Metrics) -> Starlette:
     """Make the application of all endpoints, behind the guard."""
     logged: set[tuple[str, ...]] = set()
 
-    def route(path: str, endpoint: Endpoint, *methods: str) -> Route:
+    def route(method: str, path: str, endpoint: Endpoint) -> Route:
+        kind = openapi.takes(endpoint)
+
         async def call(request: Request) -> Response:
-            response = await endpoint(front, request)
+            given = () if kind is None else (await front.asked(request, kind),)
+            response = await endpoint(front, request, *given)
             fields.tell(request, response, logged)
             return response
 
-        return Route(path, call, methods=list(methods) or ["GET"])
-
-    async def show_metrics(front: Front, request: Request) -> Response:
-        return Response(metrics.text(front.access(request)), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Route(path, call, methods=[method])
 
     def refusing(path: str, instead: str) -> Route:
         async def call(front: Front, request: Request) -> Response:
             raise ApiError(501, f"{path} is not served: {instead}", code="not_served")
 
-        return route(path, call, "POST")
+        return route("POST", path, call)
 
-    routes = [
-        *(route(path, endpoint, "POST") for path, endpoint in ANSWERS.items()),
-        route("/api/version", ollama.version),
-        route("/api/tags", ollama.tags),
-        route("/api/ps", ollama.ps),
-        route("/api/show", ollama.show, "POST"),
-        route("/v1/models", about.models),
-        route("/v1/models/{model:path}", about.models),
-        route("/models", about.models),
-        *(route(f"{front}/responses/{{id}}", responses.retrieve) for front in FRONTS),
-        route("/health", about.health),
-        route("/v1/health", about.health),
-        route("/metrics", show_metrics),
-        route("/props", about.props),
-        route("/slots", llamacpp.slots),
-        route("/tokenizer_info", llamacpp.tokenizer_info),
-        route("/slots/{id}", llamacpp.slot_action, "POST"),
-        route("/", events.page),
-        route("/kvflash/state", conversations.state),
-        route("/kvflash/events", events.events),
-        route("/kvflash/words", events.words),
-        route("/kvflash/markdown", markdown.markdown, "POST"),
-        route("/kvflash/conversations", conversations.conversations),
-        route("/kvflash/conversations/{id}", conversations.erase, "DELETE"),
-        route("/kvflash/conversations/{id}/{action}", conversations.action, "POST"),
-        *(refusing(path, instead) for path, instead in NOT_HERE.items()),
-    ]
-    return guarded(routes, front.settings)
+    refused = (refusing(path, instead) for path, instead in NOT_HERE.items())
+    app = guarded([*(route(*one) for one in ROUTES), *refused], front.settings)
+    app.state.metrics = metrics
+    return app
 
 
 def guarded(routes: Sequence[Route], settings: ServerSettings) -> Starlette:

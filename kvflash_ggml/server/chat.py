@@ -29,16 +29,15 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 """Of a tool. Formats of calls have marks behind a name, so a tool with another name is left out."""
 
 
-async def chat(front: Front, http: HttpRequest) -> Response:
-    asked: ChatRequest = await front.asked(http, ChatRequest)
+async def chat(front: Front, http: HttpRequest, asked: ChatRequest) -> Response:
+    """Answer a chat, as a whole or as a stream."""
     requests, rendered = await prepared(front, http, asked)
     answers = [ChatAnswer(front.settings.alias, requests[0].id, asked, rendered, index=i) for i in range(len(requests))]
     return await front.respond(http, requests, answers, each=len(requests), stream=asked.stream)
 
 
-async def input_tokens(front: Front, http: HttpRequest) -> Response:
+async def input_tokens(front: Front, http: HttpRequest, asked: ChatRequest) -> Response:
     """Count the tokens that `chat` would read. It takes no slot."""
-    asked: ChatRequest = await front.asked(http, ChatRequest)
     return counted(await tokens_of(front, http, asked))
 
 

@@ -18,8 +18,8 @@ from .schema import MAX_ANSWERS, CompletionRequest, Prompt, RawRequest
 from .usage import heading, marked
 
 
-async def completions(front: Front, http: HttpRequest) -> Response:
-    asked: CompletionRequest = await front.asked(http, CompletionRequest)
+async def completions(front: Front, http: HttpRequest, asked: CompletionRequest) -> Response:
+    """Go on with prompts as OpenAI's older interface does."""
     if asked.best_of not in (None, 1, asked.n):
         raise ApiError(501, f"best_of: {asked.best_of}, and only n is supported: leave it out", param="best_of")
     measured = asked.echo and asked.logprobs is not None

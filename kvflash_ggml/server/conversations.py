@@ -21,6 +21,7 @@ _OF_NEWEST = ("read_exactly", "answered_exactly", "drafted", "accepted")
 
 
 async def state(front: Front, request: HttpRequest) -> Response:
+    """Report the pool, the queue and the counters, without texts."""
     return JSONResponse(snapshot(front, front.access(request))[0])
 
 
@@ -62,12 +63,14 @@ def snapshot(front: Front, access: Access) -> tuple[dict[str, Any], Residency]:
 
 
 async def conversations(front: Front, request: HttpRequest) -> Response:
+    """List the kept conversations."""
     access = front.access(request)
     known = await front.engine(lambda: front.scheduler.conversations.describe(access), looks=True)
     return JSONResponse({"data": known})
 
 
 async def erase(front: Front, request: HttpRequest) -> Response:
+    """Forget a conversation."""
     id, access = request.path_params["id"], front.access(request)
     if not await front.engine(lambda: front.scheduler.conversations.erase(id, access)):
         raise _unknown(id)

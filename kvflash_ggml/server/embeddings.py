@@ -81,8 +81,8 @@ class OllamaPromptRequest(_Asked):
     keep_alive: str | float | None = None
 
 
-async def embeddings(front: Front, http: HttpRequest) -> Response:
-    asked: EmbeddingsRequest = await front.asked(http, EmbeddingsRequest)
+async def embeddings(front: Front, http: HttpRequest, asked: EmbeddingsRequest) -> Response:
+    """Make an embedding of each text. Needs --embeddings."""
     where, texts = ("input", asked.input) if asked.content is None else ("content", asked.content)
     if texts is None:
         raise invalid("input", "it is missing")
@@ -99,8 +99,8 @@ def _listed(front: Front, asked: EmbeddingsRequest, found: Sequence[Floats], cou
     return {"object": "list", "data": data, "model": front.settings.alias, "usage": usage}
 
 
-async def rerank(front: Front, http: HttpRequest) -> Response:
-    asked: RerankRequest = await front.asked(http, RerankRequest)
+async def rerank(front: Front, http: HttpRequest, asked: RerankRequest) -> Response:
+    """Score documents for a query, best first. Needs --reranking."""
     where, documents = ("documents", asked.documents) if asked.texts is None else ("texts", asked.texts)
     if documents is None:
         raise invalid("documents", "it is missing")
@@ -125,8 +125,8 @@ async def rerank(front: Front, http: HttpRequest) -> Response:
     )
 
 
-async def ollama_embed(front: Front, http: HttpRequest) -> Response:
-    asked: OllamaEmbedRequest = await front.asked(http, OllamaEmbedRequest)
+async def ollama_embed(front: Front, http: HttpRequest, asked: OllamaEmbedRequest) -> Response:
+    """Make an embedding of each text, as Ollama does. Needs --embeddings."""
     began = time.monotonic()
     shape: Any = {"dimensions": asked.dimensions, "cut": asked.truncate}
     found, count = await _embedded(front, http, asked.input, where="input", **shape)
@@ -139,8 +139,8 @@ async def ollama_embed(front: Front, http: HttpRequest) -> Response:
     return await front.work(http, lambda: LongJSON({**said, "embeddings": [one.tolist() for one in found]}))
 
 
-async def ollama_prompt(front: Front, http: HttpRequest) -> Response:
-    asked: OllamaPromptRequest = await front.asked(http, OllamaPromptRequest)
+async def ollama_prompt(front: Front, http: HttpRequest, asked: OllamaPromptRequest) -> Response:
+    """Make the embedding of one text, as Ollama once did. Needs --embeddings."""
     (found,), _ = await _embedded(front, http, [asked.prompt], where="prompt", cut=True)
     return JSONResponse({"embedding": found.tolist()})
 

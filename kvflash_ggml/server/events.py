@@ -61,6 +61,7 @@ def _map(now: Residency) -> dict[str, Any]:
 
 
 async def events(front: Front, request: HttpRequest) -> Response:
+    """Stream the state and the map of the text at hand, at most four times a second."""
     key = request.scope.get(KEY, "")
     if front.viewers[key] >= MAX_VIEWERS:
         message = f"{front.viewers[key]} streams of this key are open, and {MAX_VIEWERS} may be: close one"
@@ -151,6 +152,7 @@ def _hashes(text: str, kind: str) -> str:
 
 
 async def page(front: Intake, request: HttpRequest) -> Response:
+    """Serve the chat page."""
     if request.method == "HEAD":  # so clients see whether a server is there
         return Response()
     if not front.settings.page:

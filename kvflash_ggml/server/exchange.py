@@ -6,7 +6,7 @@ import asyncio
 import json
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -68,6 +68,10 @@ class AnswerWriter(ABC):
     def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> Any:
         """Return the value of all answers of the request; finished: of all of them together."""
         return {**choices[0], **self._report(finished)}
+
+    def response(self, value: Any, headers: Mapping[str, str]) -> Response:
+        """Return the answer with the value of `whole`. Called on a thread."""
+        return LongJSON(value, headers=dict(headers))
 
     def _said(self, finished: Finished) -> Said:
         self._reader.push("".join(self._text), end=True, stopped=finished.reason == "stop")

@@ -25,10 +25,19 @@ from ..chat.values import Grammar
 from ..errors import ConfigError
 from . import bodies, fields
 from .errors import ApiError, blaming, invalid
-from .exchange import AnswerWriter, EventStream, LongJSON, collected, submitted, whole
+from .exchange import AnswerWriter, EventStream, collected, submitted, whole
 from .intake import KEY, TAKEN, Intake
 from .prompts import Prompts
-from .schema import SAMPLERS, ChatRequest, PoolFields, TemplateRequest, _Sampled, parse, text_of_content
+from .schema import (
+    SAMPLERS,
+    ChatRequest,
+    FormRequest,
+    PoolFields,
+    TemplateRequest,
+    _Sampled,
+    parse,
+    text_of_content,
+)
 from .settings import ServerSettings
 from .speed import Speed
 from .usage import preview_header, together
@@ -132,12 +141,13 @@ class Front(Intake):
 
         ApiError while the server is draining, too.
         """
-        data = await self.received(http)
+        data = await self.received(http, form=issubclass(kind, FormRequest))
         self.admit()
         return await self.work(http, self._asked, http, kind, data)
 
     def _asked(self, http: HttpRequest, kind: type[Any], data: bytearray) -> Any:
-        asked, http.scope[fields.IGNORED] = parse(kind, self.loads(data), strict=self.settings.strict)
+        given = self.parsed(http, data, form=issubclass(kind, FormRequest))
+        asked, http.scope[fields.IGNORED] = parse(kind, given, strict=self.settings.strict)
         return asked
 
     def access(self, request: HttpRequest) -> Access:
@@ -323,7 +333,7 @@ class Front(Intake):
             return EventStream(exchanges, answers, each=each, ping_s=ping_s, stall_s=stall_s, work=work)
         ended = await collected(exchanges, answers)
         headers = preview_header(together(ended, each=each).usage.preview)
-        return await self.work(http, lambda: LongJSON(whole(answers, ended, each=each), headers=headers))
+        return await self.work(http, lambda: answers[0].response(whole(answers, ended, each=each), headers))
 
 
 def _texts(asked: _Sampled) -> tuple[tuple[str, str], ...]:

@@ -18,7 +18,7 @@ from .settings import LOOPBACK, ServerSettings
 
 logger = logging.getLogger("kvflash_ggml")
 
-OPEN_PATHS = frozenset(("/health", "/v1/health", "/", "/favicon.ico"))
+OPEN_PATHS = frozenset(("/health", "/v1/health", "/ping", "/", "/favicon.ico"))
 """Answered without a key, and to pages of any origin."""
 
 MAX_BODIES = 4

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope
 
-from . import bodies
+from . import bodies, forms
 from .errors import OLLAMAS_PATH, ApiError, blaming, shutting_down
 from .settings import ServerSettings
 
@@ -99,11 +99,22 @@ class Intake:
         except ValueError as err:
             raise ApiError(400, f"the body is no JSON: {str(err)[:200]}", code="invalid_json") from None
 
-    async def received(self, request: HttpRequest) -> bytearray:
+    def parsed(self, request: HttpRequest, data: bytearray | bytes, *, form: bool) -> Any:
+        """Parse the JSON or the form that a client has sent. ApiError for too much, or for none."""
+        if not form:
+            return self.loads(data)
+        try:
+            return forms.parsed(data, request.headers.get("content-type", ""))
+        except ValueError as err:
+            raise ApiError(400, str(err), code="invalid_form") from None
+
+    async def received(self, request: HttpRequest, *, form: bool = False) -> bytearray:
+        """Read a body of JSON, or of a form. ApiError for another type, and for a body too large or too slow."""
+        wanted = forms.MEDIA_TYPE if form else "application/json"
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         # curl sends another kind unless it is told, as in Ollama's own documentation; the guard keeps foreign pages out
-        if kind != "application/json" and not request.url.path.startswith(OLLAMAS_PATH):
-            raise ApiError(415, "the body must be application/json", code="content_type")
+        if kind != wanted and not request.url.path.startswith(OLLAMAS_PATH):
+            raise ApiError(415, f"the body must be {wanted}", code="content_type")
         encoding = request.headers.get("content-encoding", "identity").strip().lower()
         if encoding != "identity":
             message = f"the body is encoded as {encoding[:40]!r}, and identity is all that is read: send it as it is"

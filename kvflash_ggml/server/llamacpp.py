@@ -26,6 +26,7 @@ MOST_TOKENS = 1 << 16
 
 
 async def slots(front: Front, request: HttpRequest) -> Response:
+    """List the slots: which are busy, and how many tokens each has."""
     scheduler, access = front.scheduler, front.access(request)
     free = any(slot.request is None for slot in scheduler.slots)
     if not free and request.query_params.get("fail_on_no_slot") == "1":
@@ -81,8 +82,9 @@ async def slot_action(front: Front, request: HttpRequest) -> Response:
     return JSONResponse({"id_slot": number, "filename": name, **done, "timings": {f"{action}_ms": took}})
 
 
-async def tokenize(front: Front, http: HttpRequest) -> Response:
-    return await front.work(http, _tokenized, front, await front.asked(http, TokenizeRequest))
+async def tokenize(front: Front, http: HttpRequest, asked: TokenizeRequest) -> Response:
+    """Tokenize a text."""
+    return await front.work(http, _tokenized, front, asked)
 
 
 def _tokenized(front: Front, asked: TokenizeRequest) -> Response:
@@ -100,8 +102,9 @@ def _with_piece(front: Front, token: int) -> str:
         return dumps({"id": token, "piece": list(data)})
 
 
-async def detokenize(front: Front, http: HttpRequest) -> Response:
-    return await front.work(http, _detokenized, front, await front.asked(http, DetokenizeRequest))
+async def detokenize(front: Front, http: HttpRequest, asked: DetokenizeRequest) -> Response:
+    """Write tokens as text."""
+    return await front.work(http, _detokenized, front, asked)
 
 
 def _detokenized(front: Front, asked: DetokenizeRequest) -> Response:
@@ -119,23 +122,23 @@ async def tokenizer_info(front: Front, http: HttpRequest) -> Response:
     return JSONResponse({"tokenizer_class": "kvflash", **marks, "chat_template": front.prompts.template})
 
 
-async def apply_template(front: Front, http: HttpRequest) -> Response:
-    return await front.work(http, _templated, front, http, await front.asked(http, TemplateRequest))
+async def apply_template(front: Front, http: HttpRequest, asked: TemplateRequest) -> Response:
+    """Render a chat as the prompt that the model would read."""
+    return await front.work(http, _templated, front, http, asked)
 
 
 def _templated(front: Front, http: HttpRequest, asked: TemplateRequest) -> Response:
     return JSONResponse({"prompt": render(front, http, asked)})
 
 
-async def completion(front: Front, http: HttpRequest) -> Response:
-    asked: RawRequest = await front.asked(http, RawRequest)
+async def completion(front: Front, http: HttpRequest, asked: RawRequest) -> Response:
+    """Answer a prompt as it stands: text, tokens, or a list of them."""
     prompts = [await front.work(http, prompt_tokens, front, prompt) for prompt in prompts_of(asked)]
     return await _answered(front, http, asked, prompts)
 
 
-async def infill(front: Front, http: HttpRequest) -> Response:
+async def infill(front: Front, http: HttpRequest, asked: InfillRequest) -> Response:
     """Write what stands between two texts, for models that were trained to fill gaps."""
-    asked: InfillRequest = await front.asked(http, InfillRequest)
     check_gap(front, "/infill")
     tokens = await front.work(
         http,

@@ -31,6 +31,7 @@ def html(text: str) -> str:
 
 
 async def markdown(front: Intake, request: HttpRequest) -> Response:
+    """Render Markdown as HTML in which nothing can run."""
     text = text_of(await front.body(request), "text", "")
     if len(text) > MAX_TEXT:
         raise ApiError(413, f"the text has {len(text)} characters, and {MAX_TEXT} is the most: show it as it is")

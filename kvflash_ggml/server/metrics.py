@@ -6,14 +6,23 @@ from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
 from ..batching.messages import Access, Request, Usage
 from ..batching.scheduler import Scheduler
+from .front import Front
 
 _OF_TEXT = (b"kvflash:kv_cache_usage_perc", b"kvflash:evicted_mass")
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+
+
+async def show(front: Front, request: HttpRequest) -> Response:
+    """Report counters and gauges in Prometheus's format."""
+    text = request.app.state.metrics.text(front.access(request))
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 class Metrics:

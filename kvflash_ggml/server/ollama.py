@@ -69,20 +69,23 @@ class ShowRequest(_Asked):
 
 
 async def version(front: Intake, request: HttpRequest) -> Response:
+    """Tell the version of Ollama whose interface this is."""
     return JSONResponse({"version": VERSION})
 
 
 async def tags(front: Front, request: HttpRequest) -> Response:
+    """List the models, as Ollama does."""
     return JSONResponse({"models": [_entry(front)]})
 
 
 async def ps(front: Front, request: HttpRequest) -> Response:
+    """List the models that are loaded, as Ollama does."""
     loaded = {**_entry(front), "expires_at": NEVER, "context_length": front.scheduler.model.n_ctx}
     return JSONResponse({"models": [loaded]})
 
 
-async def show(front: Front, http: HttpRequest) -> Response:
-    asked: ShowRequest = await front.asked(http, ShowRequest)
+async def show(front: Front, http: HttpRequest, asked: ShowRequest) -> Response:
+    """Describe a model, as Ollama does."""
     wanted, alias, facts = asked.model or asked.name, front.settings.alias, front.prompts.facts
     if wanted is not None and wanted.removesuffix(":latest") not in (alias, *front.settings.aliases):
         raise ApiError(404, f"model {wanted[:80]!r} not found: {alias!r} is served", code="model_not_found")
@@ -130,16 +133,16 @@ def entry(name: str, created: float, facts: Mapping[str, Any]) -> dict[str, Any]
 # --- answers
 
 
-async def chat(front: Front, http: HttpRequest) -> Response:
-    asked: OllamaChatRequest = await front.asked(http, OllamaChatRequest)
+async def chat(front: Front, http: HttpRequest, asked: OllamaChatRequest) -> Response:
+    """Answer a chat in lines of JSON, as Ollama does."""
     if not asked.messages:
         return silent(front.settings.alias, "load", generate=False)
     data = {"messages": await front.work(http, _messages, asked.messages), "tools": asked.tools}
     return await _chat(front, http, asked, data, generate=False)
 
 
-async def generate(front: Front, http: HttpRequest) -> Response:
-    asked: GenerateRequest = await front.asked(http, GenerateRequest)
+async def generate(front: Front, http: HttpRequest, asked: GenerateRequest) -> Response:
+    """Answer a prompt in lines of JSON, as Ollama does."""
     if not (asked.prompt or asked.suffix):
         return silent(front.settings.alias, "load", generate=True)
     if not asked.suffix and not asked.raw and front.prompts.template is not None:

@@ -75,8 +75,8 @@ class ClientTool:
     custom: bool = False
 
 
-async def responses(front: Front, http: HttpRequest) -> Response:
-    asked: ResponsesRequest = await front.asked(http, ResponsesRequest)
+async def responses(front: Front, http: HttpRequest, asked: ResponsesRequest) -> Response:
+    """Answer items, or go on from a response, as OpenAI's newer interface does."""
     kept, items = await _items(front, http, asked)
     chat, tools = await front.work(http, _translated, front, http, asked, items)
     requests, rendered = await prepared(front, http, chat, kind="resp")
@@ -111,9 +111,8 @@ async def retrieve(front: Front, http: HttpRequest) -> Response:
     return Response(b'%s, "output": %s}' % (kept.response[:-1], kept.items[-1]), media_type="application/json")
 
 
-async def input_tokens(front: Front, http: HttpRequest) -> Response:
+async def input_tokens(front: Front, http: HttpRequest, asked: ResponsesRequest) -> Response:
     """Count the tokens that `responses` would read. It takes no slot."""
-    asked: ResponsesRequest = await front.asked(http, ResponsesRequest)
     _, items = await _items(front, http, asked)
     chat, _ = await front.work(http, _translated, front, http, asked, items)
     return counted(await tokens_of(front, http, chat))

@@ -196,6 +196,10 @@ class _Asked(_Known):
     model: str | None = None
 
 
+class FormRequest(_Asked):
+    """What comes as a form with files, and not as JSON."""
+
+
 class PoolFields(_Known):
     """`kvflash` of a request: what only this server knows."""
 

@@ -18,8 +18,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvflash_ggml.server import about, events, markdown, ollama
-from kvflash_ggml.server.app import ANSWERS, guarded
+from kvflash_ggml.server import about, events, markdown, ollama, openapi
+from kvflash_ggml.server.app import ANSWERS, ROUTES, guarded
 from kvflash_ggml.server.errors import ApiError, invalid
 from kvflash_ggml.server.guard import OPEN_PATHS
 from kvflash_ggml.server.intake import KEY, TAKEN, Intake, disconnected
@@ -141,6 +141,9 @@ def make_router(router: Router) -> Any:
             route("/", events.page),
             route("/kvflash/markdown", markdown.markdown, "POST"),
             *(route(path, about.health) for path in ("/health", "/v1/health")),
+            route("/ping", about.health, "GET", "POST"),
+            route("/version", about.version),
+            route("/openapi.json", _describe),
             *(route(path, _list) for path in ("/v1/models", "/v1/models/{model:path}", "/models")),
             route("/models/load", _load, "POST"),
             route("/models/unload", _unload, "POST"),
@@ -157,8 +160,9 @@ def make_router(router: Router) -> Any:
 
 async def _answer(router: Router, request: HttpRequest) -> Response:
     router.admit()
-    body = await router.received(request)
-    asked = await router.work(request, router.loads, body)
+    form = openapi.takes_form(ANSWERS[request.url.path])
+    body = await router.received(request, form=form)
+    asked = await router.work(request, router.parsed, request, body, form=form)
     asked = asked if isinstance(asked, dict) else {}
     model = await router.model(request, asked.get("model"))
     if request.url.path in _OLLAMAS and asked.get("keep_alive") in _AT_ONCE and not _says(asked):
@@ -195,16 +199,23 @@ async def _model(router: Router, request: HttpRequest) -> FolderModel:
 
 
 async def _load(router: Router, request: HttpRequest) -> Response:
+    """Load a model."""
     router.admit()
     async with router.engines.turn(await _model(router, request)):
         return JSONResponse({"success": True})
 
 
 async def _unload(router: Router, request: HttpRequest) -> Response:
+    """Unload a model once its answers have ended."""
     return JSONResponse({"success": router.engines.unload((await _model(router, request)).name)})
 
 
 # --- what there is
+
+
+async def _describe(router: Router, request: HttpRequest) -> Response:
+    own = (("POST", "/models/load", _load), ("POST", "/models/unload", _unload))
+    return JSONResponse(await router.work(request, openapi.document, (*ROUTES, *own), router.settings))
 
 
 async def _list(router: Router, request: HttpRequest) -> Response:

@@ -76,3 +76,7 @@ def test_ollamas_client(served: Served) -> None:
 @pytest.mark.parametrize("name", ["chat_openai.py", "agent.py", "chat_langchain.py"])
 def test_the_examples(name: str, served: Served) -> None:
     assert program(f"../../../examples/{name}", f"http://127.0.0.1:{served.port}/v1").strip()
+
+
+def test_a_validator_of_openapi(served: Served) -> None:
+    assert int(program("openapi_valid.py", f"http://127.0.0.1:{served.port}")) > 50

@@ -15,6 +15,7 @@ import pytest
 from support.asgi import Client
 from support.fake_server import Server
 from support.harness import MODELS, TEXT
+from support.posted import form
 from support.rounding import GPU_LAYERS, IMAGE, LOGPROB, ON_GPU, SAID, near
 from support.sounds import wav
 from support.vision import JPEGS, ROWS, png, write_mrope, write_projector
@@ -249,6 +250,25 @@ def test_sound_is_heard_once_and_a_hostile_one_costs_one_request(projector: Path
 
     first, again = serving(projector, work)
     assert_same(first, again)
+
+
+def test_a_transcription_is_the_answer_to_the_same_chat(projector: Path) -> None:
+    """A form's file and a chat's base64 are one sound, and one prompt."""
+    data = wav(80)
+
+    async def work(client: Client) -> tuple[Any, Any]:
+        part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode()}}
+        content = [{"type": "text", "text": "What is heard?"}, part]
+        asked = {"messages": [{"role": "user", "content": content}], "temperature": 0, "enable_thinking": False}
+        chat = await client.post("/v1/chat/completions", {**asked, "max_tokens": 4})
+        sent = form(data, prompt="What is heard?", max_tokens="4")
+        return chat, await client.call("POST", "/v1/audio/transcriptions", **sent).done()
+
+    chat, heard = serving(projector, work)
+    assert heard.status == 200, heard.message
+    assert heard.json["usage"]["input_tokens"] == chat.json["usage"]["prompt_tokens"]
+    if not ON_GPU:
+        assert heard.json["text"] == chat.json["choices"][0]["message"]["content"].strip()
 
 
 def test_a_model_that_hears_nothing_says_what_to_load(merger: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.asgi import Client
+from support.posted import form
 
 from kvflash_ggml.server.app import ANSWERS
 from kvflash_ggml.server.errors import ApiError
@@ -589,7 +590,10 @@ def test_what_is_listed(folder: Path) -> None:
         assert (await client.post("/api/show", {"model": "a"})).json["capabilities"] == ["completion", "tools"]
         (folder / "c.gguf").touch()
         assert (await client.get("/v1/models/c")).status == 200
-        assert (await client.get("/health")).status == 200
+        for path in ("/health", "/ping", "/version"):
+            assert (await client.get(path)).status == 200
+        described = (await client.get("/openapi.json")).json["paths"]
+        assert {"/models/load", "/v1/chat/completions", "/kvflash/state"} <= described.keys()
         assert b"<html" in (await client.get("/")).body
         assert (await client.post("/kvflash/markdown", {"text": "*a*"})).json == {"html": "<p><em>a</em></p>\n"}
         assert fake.told == ["load b"]
@@ -642,7 +646,8 @@ def test_every_answer_of_a_server_is_one_of_the_router(folder: Path) -> None:
     async def test(client: Client, upstream: Upstream, fake: Fake) -> None:
         upstream.go_on.set()
         for path in ANSWERS:
-            assert (await client.post(path, {"model": "a"})).ended, path
+            sent = form(model="a") if path.endswith("transcriptions") else {"data": {"model": "a"}}
+            assert (await client.post(path, **sent)).ended, path
         assert len(upstream.heads) == len(ANSWERS) > 20
         assert fake.told == ["load a"]
 

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from support.asgi import Client, Reply
 from support.fake_model import FakeModel, FakePrompts
 from support.fake_server import Server
+from support.posted import form
 
 from kvflash_ggml.errors import HostMemoryError
 from kvflash_ggml.server import requestlog
@@ -33,6 +34,8 @@ PROMPT, MESSAGES = {"prompt": TEXT}, {"messages": [{"role": "user", "content": T
 
 UNKNOWN = "resp_0123456789abcdef01234567"
 
+FORM = form(TEXT.encode())
+
 GOES_ON = {"input": "go on", "previous_response_id": UNKNOWN}
 
 
@@ -49,6 +52,7 @@ COMPLETING: dict[str, list[Asked]] = {
     "/responses": [("/responses", {"input": TEXT}), ("/responses", GOES_ON)],
     "/completion": [("/completion", PROMPT)],
     "/completions": [("/completions", PROMPT)],
+    **{f"{front}/audio/transcriptions": [(f"{front}/audio/transcriptions", FORM)] for front in ("/v1", "")},
 }
 
 COUNTING = [
@@ -56,9 +60,9 @@ COUNTING = [
 ]
 
 NOTHING = [
-    "/api/version", "/api/tags", "/api/ps", "/api/pull", "/tokenizer_info",
-    "/v1/audio/transcriptions", "/v1/images/generations", "/v1/models", "/models", "/health", "/v1/health",
-    "/metrics", "/props", "/", "/kvflash/state", "/kvflash/events", "/kvflash/conversations",
+    "/version", "/ping", "/openapi.json", "/api/version", "/api/tags", "/api/ps", "/api/pull", "/tokenizer_info",
+    "/v1/audio/speech", "/v1/audio/translations", "/v1/images/generations", "/v1/models", "/models",
+    "/health", "/v1/health", "/metrics", "/props", "/", "/kvflash/state", "/kvflash/events", "/kvflash/conversations",
 ]  # fmt: skip
 
 
@@ -105,7 +109,8 @@ def asked(id: str) -> dict[str, list[Asked]]:
 async def ask(client: Client, method: str, one: Asked, key: str, response: str) -> Reply:
     path, body = one
     body = {**GOES_ON, "previous_response_id": response} if body is GOES_ON else body
-    call = client.call(method, path.replace(UNKNOWN, response), body, x_api_key=key)
+    sent = FORM if body is FORM else {"data": body}
+    call = client.call(method, path.replace(UNKNOWN, response), x_api_key=key, **sent)
     if path == "/kvflash/events":
         reply = await call.until(lambda reply: bool(reply.frames) or reply.ended)
         call.leave()
@@ -173,7 +178,7 @@ def walked(folder: Path, *, other: bool) -> dict[str, tuple[int, str]]:
                 assert await own(client) == before
         return told | await walk(server, client, ids["device"], response, completing=True)
 
-    server = Server(keys=KEYS, isolate_keys=True, folder=folder)
+    server = Server(prompts=FakePrompts(hears=True), keys=KEYS, isolate_keys=True, folder=folder)
     server.front.speed = dict  # type: ignore[assignment]  # which goes by the clock
     replies = server.run(work)
     assert isinstance(replies, dict)
@@ -257,7 +262,7 @@ def test_an_answer_of_another_key_is_not_told_of() -> None:
 # --- pages of other origins
 
 
-OPEN = ("/", "/health", "/v1/health")
+OPEN = ("/", "/health", "/v1/health", "/ping")
 """What any page may ask for."""
 
 REFUSED = [
