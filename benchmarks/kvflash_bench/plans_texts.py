@@ -317,7 +317,7 @@ class Overload(UnderLoad):
 
 # --- several sequences
 
-QUESTIONS = ("decode", "clients", "outgrow", "gap", "recall", "latency", "agents")
+QUESTIONS = ("decode", "clients", "outgrow", "gap", "recall", "latency", "agents", "long")
 """Of `seats`."""
 
 
@@ -329,7 +329,7 @@ class Seats(OfText):
     answers that ask at once. outgrow: do chats finish that outgrow the pool together? gap: how long answers stand still
     while another prompt is read. recall: what is answered right by sequences together, and by each alone. latency: one
     client's answers by servers of one sequence and of several, in turns. agents: sessions with tools, of as many users
-    at once, and one after the other.
+    at once, and one after the other. long: tokens a second of long texts, on a pool and whole.
     """
 
     questions: tuple[str, ...] = option("decode,clients,outgrow", f"Of {', '.join(QUESTIONS)}.", type=Names())
@@ -339,11 +339,13 @@ class Seats(OfText):
         type=click.Path(exists=True, file_okay=False, path_type=Path),
     )
     batches: tuple[int, ...] = option(
-        "1,2,4,8,16,32", "Sequences of decode, recall and latency, or users of agents.", type=Numbers()
+        "1,2,4,8,16,32", "Sequences of decode, recall, latency and long, or users of agents.", type=Numbers()
     )
     length: int = option("1K", "Tokens of each of these sequences, or of its document.", type=Number())
     lengths: tuple[int, ...] = option(
-        (), "Of documents of unequal length, in turns, instead of --length.", type=Numbers()
+        (),
+        "Of documents of unequal length, in turns, instead of --length; of long, one after the other.",
+        type=Numbers(),
     )
     share: int = option("1K", "Of the pool, for each of them.", type=Number())
     pool: int | None = option(

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,6 +24,9 @@ from .plans_texts import Seats
 from .servers import text_tokens
 from .sockets import Server, serve_options, served
 
+if TYPE_CHECKING:
+    from . import together
+
 Row = dict[str, Any]
 
 OURS, STOCK = "ours", "stock"
@@ -36,7 +39,7 @@ LEAST_SHARE = 512
 def run(model: str, plan: Seats, options: dict[str, Any]) -> None:
     measures: dict[str, Callable[[str, Seats, dict[str, Any]], list[Row]]] = {
         "decode": _decode, "clients": _clients, "outgrow": _outgrow, "gap": _gap, "recall": _recall,
-        "latency": _latency, "agents": _agents,
+        "latency": _latency, "agents": _agents, "long": _long,
     }  # fmt: skip
     found: dict[str, list[Row]] = {}
     for question in plan.questions:
@@ -86,6 +89,49 @@ def _decode(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
             first = found[0][rate]
             row[name] = None if row[rate] is None or first is None else row[rate] / first
     return found
+
+
+def _long(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
+    """Texts of each of `lengths`: on a pool that has `share` tokens of each, on one that holds them whole as a full
+    cache does, and in stock's cache. of_full, of_stock: tokens a second over theirs. What has no memory for the most
+    texts is tried with the next smaller number.
+    """
+    found = []
+    for length in plan.lengths or (plan.length,):
+        pool, full = (_kept(model, plan, options, length, share) for share in (plan.share, length * 2))
+        for count in plan.batches:
+            its = None
+            if plan.stock is not None:
+                its = stock.kept_pace(
+                    plan.stock, model, count, length=length, decode=plan.steps, options=options
+                )  # fmt: skip
+            mine, whole = (one.paces.get(count) if one else None for one in (pool, full))
+            row: Row = {"length": length, "sequences": count}
+            for name, one, pace in (("", pool, mine), ("full_", full, whole)):
+                row[f"{name}tps"] = pace.tps if pace else None
+                row[f"{name}kv_mib"] = one.device_bytes / max(one.paces) * count / 2**20 if one and pace else None
+            row["stock_tps"] = its
+            row["of_full"] = mine.tps / whole.tps if mine and whole else None
+            row["of_stock"] = mine.tps / its if mine and its else None
+            row |= {"swap_s": pool.swap_s, "look_us": mine.look_us, "page_ins": mine.page_ins} if pool and mine else {}
+            found.append(row)
+            _tell(**row)
+    return found
+
+
+def _kept(model: str, plan: Seats, options: dict[str, Any], length: int, share: int) -> together.Kept | None:
+    """None if there is no memory for two texts."""
+    from . import together  # here: it needs the library
+
+    counts = sorted(plan.batches)
+    while counts:
+        try:
+            return together.kept(
+                model, counts, length=length, share=share, decode=plan.steps, seed=plan.seed, options=options
+            )
+        except MemoryError as err:
+            _tell(length=length, share=share, sequences=counts.pop(), error=str(err))
+    return None
 
 
 def _recall(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:

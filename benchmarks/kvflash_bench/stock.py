@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from kvflash_ggml.constants import KV_TYPES
+from kvflash_ggml.constants import KV_TYPES, round_up
 from kvflash_ggml.errors import ConfigError, KVFlashError
 
 from .sockets import Server, begun, running
@@ -34,8 +34,26 @@ def pace(
     folder: Path, model: str, count: int, *, length: int, share: int, decode: int, options: dict[str, Any]
 ) -> float | None:
     """Tokens a second of `llama-batched-bench` at the same lengths; None if it refuses them for want of cells."""
-    line = [str(program(folder, "llama-batched-bench")), "-m", model, "-c", str(count * share), "-kvu"]
-    line += ["-npp", str(length - decode), "-ntg", str(decode), "-npl", str(count), "--output-format", "jsonl"]
+    shape = ["-c", str(count * share), "-kvu", "-npp", str(length - decode), "-ntg", str(decode), "-npl", str(count)]
+    return _batched(folder, model, shape, options)
+
+
+def kept_pace(
+    folder: Path, model: str, count: int, *, length: int, decode: int, options: dict[str, Any]
+) -> float | None:
+    """The same of texts that are copies of one, each in its own part of the cache; None too if that has no memory."""
+    room = round_up(length + decode, 256) * count
+    shape = ["-c", str(room), "-pps", "-npp", str(length), "-ntg", str(decode), "-npl", str(count)]
+    try:
+        return _batched(folder, model, shape, options)
+    except KVFlashError as err:
+        if "failed to allocate" in str(err) or "out of memory" in str(err):
+            return None
+        raise
+
+
+def _batched(folder: Path, model: str, shape: Sequence[str], options: dict[str, Any]) -> float | None:
+    line = [str(program(folder, "llama-batched-bench")), "-m", model, *shape, "--output-format", "jsonl"]
     done = subprocess.run([*line, *flags(options)], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         raise KVFlashError(f"llama-batched-bench has failed: {done.stderr[-2000:]}")

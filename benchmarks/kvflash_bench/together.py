@@ -24,6 +24,7 @@ from .outcomes import Plan as Trials
 from .recall import MAX_NEW, TAIL_ROOM, cases, prompt_tokens, tail_tokens
 
 if TYPE_CHECKING:
+    from kvflash_ggml.runtime.saving import Saver
     from kvflash_ggml.runtime.text import Text as Opened
     from kvflash_ggml.sequence.sequence import Sequence as Text
 
@@ -46,12 +47,34 @@ class Pace:
     page_ins: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Long texts on a pool that are decoded together. paces: by the number of texts. read_s: reading one. swap_s: the
+    median of making a text of memory the one at hand. device_bytes: of the pool, which has room for the most texts.
+    """
+
+    paces: dict[int, Pace]
+    read_s: float
+    swap_s: float
+    device_bytes: int
+
+
 @contextmanager
 def texts_on(model: str, count: int, share: int, *, n_ctx: int, options: dict[str, Any]) -> Iterator[list[Opened]]:
     """The texts of a pool in which each text has `share` tokens."""
+    with savers_on(model, count, share, n_ctx=n_ctx, options=options) as (savers, _):
+        yield [one.text for one in savers]
+
+
+@contextmanager
+def savers_on(
+    model: str, count: int, share: int, *, n_ctx: int, options: dict[str, Any]
+) -> Iterator[tuple[list[Saver], int]]:
+    """The same with what saves each text, and the bytes of the pool on the devices."""
     pool = count * round_up(share, CHUNK)
     with opened(model, n_ctx=n_ctx, options=options, pool=pool, policy="qk", fields={"parallel": count}) as llm:
-        yield [one.text for one, _ in texts_of(llm)]
+        assert llm.kvflash is not None
+        yield [one for one, _ in texts_of(llm)], llm.kvflash.device_bytes
 
 
 def step(texts: Sequence[Opened], tokens: Sequence[int]) -> list[int]:
@@ -75,23 +98,55 @@ def pace(model: str, count: int, *, length: int, share: int, decode: int, seed: 
         drawn = random.integers(10, min(found[0].model.n_vocab - 10, 4000), (count, length)).astype(np.int32)
         for one, tokens in zip(found, drawn, strict=True):
             one.evaluate(tokens[: length - decode - WARM].tolist())
-        steps = drawn[:, length - decode - WARM :].T.tolist()
-        for tokens in steps[:WARM]:
-            step(found, tokens)
-        texts, outside = [one.pooled for one in found], []
-        engine, page_ins, looks = texts[0].engine, _page_ins(texts), _look_seconds(texts)
+        return _timed(found, drawn[:, length - decode - WARM :].T.tolist())
+
+
+def kept(
+    model: str, counts: Sequence[int], *, length: int, share: int, decode: int, seed: int, options: dict[str, Any]
+) -> Kept:
+    """Read a random text by the pool, let every text of the pool go on from it, and decode with each of `counts` of
+    them. They are of one content and of different pages: a pool does not share them.
+    """
+    random = np.random.default_rng(seed)
+    most, grown = max(counts), (decode + WARM) * len(counts)
+    n_ctx = round_up(length + grown + 1, CHUNK)
+    with savers_on(model, most, min(share, n_ctx), n_ctx=n_ctx, options=options) as (savers, device_bytes):
+        found = [one.text for one in savers]
+        n_vocab = min(found[0].model.n_vocab - 10, 4000)
         began = time.perf_counter()
-        for tokens in steps[WARM:]:
-            inside, start = engine.decode_seconds, time.perf_counter()
-            step(found, tokens)
-            outside.append(time.perf_counter() - start - (engine.decode_seconds - inside))
-        wall = time.perf_counter() - began
-        return Pace(
-            tps=count * decode / wall,
-            python_us=statistics.median(outside) * 1e6,
-            look_us=(_look_seconds(texts) - looks) / decode * 1e6,
-            page_ins=_page_ins(texts) - page_ins,
-        )
+        found[0].evaluate(random.integers(10, n_vocab, length).tolist())
+        parked, read_s = savers[0].park(), time.perf_counter() - began
+        swaps = []
+        for saver in savers:
+            began = time.perf_counter()
+            saver.resume(parked)
+            swaps.append(time.perf_counter() - began)
+        parked.release()
+        paces = {
+            count: _timed(found[:count], random.integers(10, n_vocab, (decode + WARM, count)).tolist())
+            for count in sorted(counts)
+        }
+        return Kept(paces=paces, read_s=read_s, swap_s=statistics.median(swaps), device_bytes=device_bytes)
+
+
+def _timed(found: Sequence[Opened], steps: Sequence[Sequence[int]]) -> Pace:
+    """Compute steps, each with a token of each text, and time all but the first ones."""
+    for tokens in steps[:WARM]:
+        step(found, tokens)
+    texts, outside = [one.pooled for one in found], []
+    engine, page_ins, looks = texts[0].engine, _page_ins(texts), _look_seconds(texts)
+    began = time.perf_counter()
+    for tokens in steps[WARM:]:
+        inside, start = engine.decode_seconds, time.perf_counter()
+        step(found, tokens)
+        outside.append(time.perf_counter() - start - (engine.decode_seconds - inside))
+    wall, decode = time.perf_counter() - began, len(steps) - WARM
+    return Pace(
+        tps=len(found) * decode / wall,
+        python_us=statistics.median(outside) * 1e6,
+        look_us=(_look_seconds(texts) - looks) / decode * 1e6,
+        page_ins=_page_ins(texts) - page_ins,
+    )
 
 
 def _page_ins(texts: Sequence[Text]) -> int:

@@ -32,6 +32,18 @@ def test_sequences_decode_together(models: dict[str, Path], loaded: None) -> Non
     assert one["stock_tps"] is one["of_stock"] is one["stock_gain"] is None
 
 
+def test_long_texts_decode_together(models: dict[str, Path], loaded: None) -> None:
+    shape = ("--batches", "1,3", "--lengths", "4K", "--share", "512", "--steps", "40")
+    rows = measured(models["dense"], "--questions", "long", *shape)["long"]
+    assert [(row["length"], row["sequences"]) for row in rows] == [(4096, 1), (4096, 3)]
+    for row in rows:
+        assert row["page_ins"] > 0
+        assert row["of_full"] == row["tps"] / row["full_tps"] > 0
+        assert row["full_kv_mib"] > 7 * row["kv_mib"] > 0
+        assert row["swap_s"] > 0
+        assert row["stock_tps"] is row["of_stock"] is None
+
+
 def test_a_question_is_answered_as_well_beside_others(models: dict[str, Path], loaded: None) -> None:
     shape = ("--batches", "2", "--lengths", "600,1K", "--share", "512", "--trials", "4", "--rules", "strict,elastic")
     rows = measured(models["dense"], "--questions", "recall", *shape)["recall"]
