@@ -78,8 +78,10 @@ class StepTimes:
         if news:
             self.switch = self._late()
             for others in self._firsts.keys() - self._steady.keys() - {1}:
-                # Without another step of these rows, a first step counts, less the cost of changing rows.
-                self._known[others] = median(self._firsts[others]) - self.switch
+                # Without another step of these rows, first steps count, less the cost of changing rows. One alone would
+                # not: that cost may not be known yet, and without a second step of these rows would never be.
+                if len(self._firsts[others]) > 1:
+                    self._known[others] = median(self._firsts[others]) - self.switch
         self.max_rows = max(self.max_rows, rows)
         if self._guessed:
             self._guessed = {}
