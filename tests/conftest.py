@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.register_assert_rewrite("support")  # what helpers of tests assert says its values too
+
 BESIDE = [str(Path(__file__).parents[1] / folder) for folder in ("benchmarks", "router", "fleet")]
 
 # child processes find the distributions beside the package too, where they are not installed
