@@ -1,9 +1,10 @@
 // Products of quantised weights with a few columns, by the tensor cores.
 //
-// A warp computes 16 rows with 8 columns. Its lanes load the weights from where they lie, in the order in which an mma
-// wants them: the order of the 32 values of a sub-block is free, as long as weights and columns agree on it. Four warps of a
-// block share 16 rows, and take every fourth block of 256 values. A column's sum does not depend on the other columns, so a
-// step has the same bits with any number of rows that is computed here.
+// A warp computes 16 rows with up to four groups of 8 columns. Its lanes load the weights from where they lie, in the order in
+// which an mma wants them: the order of the 32 values of a sub-block is free, as long as weights and columns agree on it. They
+// are unpacked once for all groups. Four warps of a block share 16 rows, and take every fourth block of 256 values. A column's
+// sum does not depend on the other columns, and is rounded in an order that is written down, so a step has the same bits with
+// any number of rows that is computed here.
 
 #include "kvf_narrow.cuh"
 #include "quantize.cuh"
@@ -11,6 +12,7 @@
 static constexpr int ROWS  = 16; // of a block, as an mma has them
 static constexpr int COLS  = 8;
 static constexpr int WARPS = 4;
+static constexpr int MOST  = 4;  // groups of columns that a warp has the registers for
 
 // Integers are added to this, so that their bits are those of 12582912 and the integer as a float.
 static constexpr int   INT_AS_FLOAT = 0x4B400000;
@@ -42,14 +44,17 @@ static __device__ __forceinline__ void mma(int (&c)[4], const uint32_t (&a)[2], 
 #endif // AMPERE_MMA_AVAILABLE
 }
 
-// 128 values of the columns: eight bytes of each sub-block of 32, and what they are scaled with.
+// Where the columns of a warp begin, and the last one there is, which stands in for those behind it.
 struct columns {
-    const block_q8_1_mmq * values; // of the column whose values this lane holds
-    uint4 scales[2];               // of the two columns whose sums it holds: d and sum, or d as a float
+    int first;
+    int last;
+
+    __device__ __forceinline__ int at(int group, int column) const { return min(first + COLS*group + column, last); }
 };
 
 // What a lane holds of 256 weights of rows g and g + 8, where g is lane/4; its part is lane%4. `add` adds their products with 128
-// values of the columns.
+// values of the columns: it reads those of column g, and what columns 2*part and 2*part + 1 are scaled with, since it has their
+// sums.
 template <ggml_type type> struct weights;
 
 template <typename block, bool fifth> struct weights_45 {
@@ -72,7 +77,8 @@ template <typename block, bool fifth> struct weights_45 {
         }
     }
 
-    template <int half> __device__ __forceinline__ void add(float (&sums)[4], const columns & y, int part) const {
+    template <int half, int groups>
+    __device__ __forceinline__ void add(float (&sums)[groups][4], const block_q8_1_mmq * y, const columns & cols, int part) const {
         uint32_t scales[2], minima[2];
         float2 d[2];
 #pragma unroll
@@ -82,28 +88,36 @@ template <typename block, bool fifth> struct weights_45 {
             scales[r] = half == 0 ? h.y & 0x3F3F3F3F : (h.w & 0x0F0F0F0F) | ((h.y >> 2) & 0x30303030);
             minima[r] = half == 0 ? h.z & 0x3F3F3F3F : ((h.w >> 4) & 0x0F0F0F0F) | ((h.z >> 2) & 0x30303030);
         }
+        uint32_t a[4][4];
+        float scale[4][2], min[4][2];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            uint32_t a[4];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const uint2 q = low[r][2*half + k/2];
-                a[r + 0] = (q.x >> 4*(k%2)) & 0x0F0F0F0F;
-                a[r + 2] = (q.y >> 4*(k%2)) & 0x0F0F0F0F;
+                a[k][r + 0] = (q.x >> 4*(k%2)) & 0x0F0F0F0F;
+                a[k][r + 2] = (q.y >> 4*(k%2)) & 0x0F0F0F0F;
                 if constexpr (fifth) {
-                    a[r + 0] |= ((high[r].x >> (4*half + k)) & 0x01010101) << 4;
-                    a[r + 2] |= ((high[r].y >> (4*half + k)) & 0x01010101) << 4;
+                    a[k][r + 0] |= ((high[r].x >> (4*half + k)) & 0x01010101) << 4;
+                    a[k][r + 2] |= ((high[r].y >> (4*half + k)) & 0x01010101) << 4;
                 }
+                scale[k][r] =  d[r].x * (float) ((scales[r] >> 8*k) & 0xFF);
+                min[k][r]   = -d[r].y * (float) ((minima[r] >> 8*k) & 0xFF);
             }
-            int c[4] = {INT_AS_FLOAT, INT_AS_FLOAT, INT_AS_FLOAT, INT_AS_FLOAT};
-            mma(c, a, *((const uint2 *) (y.values->qs + 32*k) + part));
+        }
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int    r = i/2;
-                const float2 e = __half22float2(((const half2 *) &y.scales[i%2])[k]);
-                const float  scale = d[r].x * (float) ((scales[r] >> 8*k) & 0xFF);
-                const float  min   = d[r].y * (float) ((minima[r] >> 8*k) & 0xFF);
-                sums[i] += scale*e.x*value(c[i]) - min*e.y;
+        for (int g = 0; g < groups; ++g) {
+            const uint2 * values = (const uint2 *) y[cols.at(g, threadIdx.x/4)].qs + part;
+            const uint4   of[2]  = {*(const uint4 *) y[cols.at(g, 2*part)].ds4, *(const uint4 *) y[cols.at(g, 2*part + 1)].ds4};
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                int c[4] = {INT_AS_FLOAT, INT_AS_FLOAT, INT_AS_FLOAT, INT_AS_FLOAT};
+                mma(c, a[k], values[4*k]);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float2 e = __half22float2(((const half2 *) &of[i%2])[k]);
+                    sums[g][i] = __fmaf_rn(__fmul_rn(scale[k][i/2], e.x), value(c[i]), __fmaf_rn(min[k][i/2], e.y, sums[g][i]));
+                }
             }
         }
     }
@@ -141,49 +155,54 @@ template <> struct weights<GGML_TYPE_Q6_K> {
         }
     }
 
-    template <int half> __device__ __forceinline__ void add(float (&sums)[4], const columns & y, int part) const {
+    template <int half, int groups>
+    __device__ __forceinline__ void add(float (&sums)[groups][4], const block_q8_1_mmq * y, const columns & cols, int part) const {
+        uint32_t a[8][2];
+        float scale[8][2];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
+        for (int n = 0; n < 8; ++n) { // each 16 values have a scale
+            const int k = n/2;
 #pragma unroll
-            for (int s = 0; s < 2; ++s) { // each 16 values have a scale
-                uint32_t a[2];
+            for (int r = 0; r < 2; ++r) {
+                const uint32_t four = (low[r][4*half + 2*(k%2) + n%2] >> 4*(k/2)) & 0x0F0F0F0F;
+                const uint32_t two  = (high[r][2*half + n%2] >> 2*k) & 0x03030303;
+                a[n][r]     = __vsubss4(four | two << 4, 0x20202020);
+                scale[n][r] = d[r] * (float) (int8_t) (scales[r][2*half + n/4] >> 8*(n%4));
+            }
+        }
 #pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const uint32_t four = (low[r][4*half + 2*(k%2) + s] >> 4*(k/2)) & 0x0F0F0F0F;
-                    const uint32_t two  = (high[r][2*half + s] >> 2*k) & 0x03030303;
-                    a[r] = __vsubss4(four | two << 4, 0x20202020);
-                }
+        for (int g = 0; g < groups; ++g) {
+            const uint32_t * values = (const uint32_t *) y[cols.at(g, threadIdx.x/4)].qs + part;
+            const float4     of[2]  = {*(const float4 *) y[cols.at(g, 2*part)].d4, *(const float4 *) y[cols.at(g, 2*part + 1)].d4};
+#pragma unroll
+            for (int n = 0; n < 8; ++n) {
                 int c[4] = {INT_AS_FLOAT, INT_AS_FLOAT, INT_AS_FLOAT, INT_AS_FLOAT};
-                mma(c, a, *((const uint32_t *) (y.values->qs + 32*k + 16*s) + part));
+                mma(c, a[n], values[4*n]);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const int   r = i/2;
-                    const float e = ((const float *) &y.scales[i%2])[k];
-                    const int   n = 8*half + 2*k + s;
-                    sums[i] += d[r] * (float) (int8_t) (scales[r][n/4] >> 8*(n%4)) * e * value(c[i]);
+                    const float e = ((const float *) &of[i%2])[n/2];
+                    sums[g][i] = __fmaf_rn(__fmul_rn(scale[n][i/2], e), value(c[i]), sums[g][i]);
                 }
             }
         }
     }
 };
 
-template <ggml_type type>
-static __global__ void __launch_bounds__(WARPS*WARP_SIZE, 4) narrow(
+template <ggml_type type, int groups>
+static __global__ void __launch_bounds__(WARPS*WARP_SIZE, groups > 2 ? 3 : 4) narrow(
         const char * x, const block_q8_1_mmq * y, float * dst, const int nrows, const int nblocks, const size_t stride_row,
         const int ncols, const size_t stride_dst, const bool early) {
     const int lane = threadIdx.x;
     const int part = lane % 4;
-    const int groups = (ncols + COLS - 1)/COLS;
-    const int row0 = blockIdx.x/groups*ROWS; // groups of the same rows run side by side, and find the weights in the cache
-    const int col0 = blockIdx.x%groups*COLS;
+    const int wide = (ncols + COLS*groups - 1)/(COLS*groups);
+    const int row0 = blockIdx.x/wide*ROWS; // columns of the same rows run side by side, and find the weights in the cache
+    const columns cols = {(int) blockIdx.x%wide*COLS*groups, ncols - 1};
 
     const char * rows[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         rows[r] = x + min(row0 + lane/4 + 8*r, nrows - 1)*stride_row;
     }
-    const int own = min(col0 + lane/4, ncols - 1);
-    const int theirs[2] = {min(col0 + 2*part, ncols - 1), min(col0 + 2*part + 1, ncols - 1)};
 
     weights<type> w;
     int i = threadIdx.y;
@@ -195,22 +214,24 @@ static __global__ void __launch_bounds__(WARPS*WARP_SIZE, 4) narrow(
         w.load(rows, i, part);
     }
 
-    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float sums[groups][4] = {};
     while (i < nblocks) {
         const block_q8_1_mmq * first = y + (size_t) 2*i*ncols;
-        const block_q8_1_mmq * second = first + ncols;
-        w.template add<0>(sums, {first + own, {*(const uint4 *) (first + theirs[0]), *(const uint4 *) (first + theirs[1])}}, part);
-        w.template add<1>(sums, {second + own, {*(const uint4 *) (second + theirs[0]), *(const uint4 *) (second + theirs[1])}}, part);
+        w.template add<0>(sums, first, cols, part);
+        w.template add<1>(sums, first + ncols, cols, part);
         i += WARPS;
         if (i < nblocks) {
             w.load(rows, i, part);
         }
     }
 
-    __shared__ float parts[WARPS][4][WARP_SIZE];
+    __shared__ float parts[WARPS][groups][4][WARP_SIZE];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        parts[threadIdx.y][j][lane] = sums[j];
+    for (int g = 0; g < groups; ++g) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            parts[threadIdx.y][g][j][lane] = sums[g][j];
+        }
     }
     __syncthreads();
     ggml_cuda_pdl_lc();
@@ -218,9 +239,12 @@ static __global__ void __launch_bounds__(WARPS*WARP_SIZE, 4) narrow(
     static_assert(WARPS == 4, "a warp writes one sum of each lane");
     const int j = threadIdx.y;
     const int row = row0 + lane/4 + 8*(j/2);
-    const int col = col0 + 2*part + j%2;
-    if (row < nrows && col < ncols) {
-        dst[col*stride_dst + row] = parts[0][j][lane] + parts[1][j][lane] + parts[2][j][lane] + parts[3][j][lane];
+#pragma unroll
+    for (int g = 0; g < groups; ++g) {
+        const int col = cols.first + COLS*g + 2*part + j%2;
+        if (row < nrows && col < ncols) {
+            dst[col*stride_dst + row] = parts[0][g][j][lane] + parts[1][g][j][lane] + parts[2][g][j][lane] + parts[3][g][j][lane];
+        }
     }
 }
 
@@ -250,15 +274,26 @@ void kvf_narrow(ggml_backend_cuda_context & ctx, const ggml_tensor * src0, const
 
     const bool early = ggml_backend_buffer_get_usage(src0->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
     const int  nrows = src0->ne[1];
-    const dim3 blocks((nrows + ROWS - 1)/ROWS * ((ncols + COLS - 1)/COLS));
+    const int  all    = (ncols + COLS - 1)/COLS;
+    const int  wide   = (all + MOST - 1)/MOST;
+    const int  groups = (all + wide - 1)/wide;
+    const dim3 blocks((nrows + ROWS - 1)/ROWS * ((all + groups - 1)/groups));
     const ggml_cuda_kernel_launch_params params(blocks, dim3(WARP_SIZE, WARPS), 0, stream);
     const auto launch = [&](auto kernel) {
         ggml_cuda_kernel_launch(kernel, params, (const char *) src0->data, (const block_q8_1_mmq *) y.get(), (float *) dst->data, nrows,
             (int) (src0->ne[0]/QK_K), (size_t) src0->nb[1], (int) ncols, (size_t) (dst->nb[1]/sizeof(float)), early);
     };
+    const auto launch_type = [&](auto type) {
+        switch (groups) {
+            case 1:  launch(narrow<type(), 1>); break;
+            case 2:  launch(narrow<type(), 2>); break;
+            case 3:  launch(narrow<type(), 3>); break;
+            default: launch(narrow<type(), MOST>); break;
+        }
+    };
     switch (src0->type) {
-        case GGML_TYPE_Q4_K: launch(narrow<GGML_TYPE_Q4_K>); break;
-        case GGML_TYPE_Q5_K: launch(narrow<GGML_TYPE_Q5_K>); break;
-        default:             launch(narrow<GGML_TYPE_Q6_K>); break;
+        case GGML_TYPE_Q4_K: launch_type(std::integral_constant<ggml_type, GGML_TYPE_Q4_K>()); break;
+        case GGML_TYPE_Q5_K: launch_type(std::integral_constant<ggml_type, GGML_TYPE_Q5_K>()); break;
+        default:             launch_type(std::integral_constant<ggml_type, GGML_TYPE_Q6_K>()); break;
     }
 }

@@ -8,7 +8,7 @@
 // vector kernel would read the weights once for each of them.
 #define KVF_NARROW_MIN 2
 #define KVF_NARROW_MIN_Q6_K 4
-#define KVF_NARROW_MAX 24
+#define KVF_NARROW_MAX 64
 #define KVF_NARROW_MAX_SEQUENCES 64
 
 // Is this product computed here? `src0` are the weights.
