@@ -45,7 +45,8 @@ class Request:
     and of the answer see, one of the model's `readings` and `answers`, None for its usual way; reading="preview"
     answers a long prompt from a part of it, and all of it is read behind the answer. drafts: may they be verified?
     messages: role and text of each message of the prompt, to say which one differs from a text that is known.
-    preserved: special tokens that the answer shows, and how. images: of the prompt, and its sounds.
+    preserved: special tokens that the answer shows, and how. images: of the prompt, and its sounds. left_out: how many
+    of the chat's oldest messages the prompt leaves out.
     """
 
     id: str
@@ -71,6 +72,7 @@ class Request:
     messages: tuple[tuple[str, str], ...] = ()
     preserved: Mapping[int, bytes] = field(default_factory=dict)
     images: tuple[Image, ...] = ()
+    left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

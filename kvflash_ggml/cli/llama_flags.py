@@ -69,7 +69,7 @@ ANSWERED: dict[tuple[str, ...], str] = {
     ("--no-cache-idle-slots", "-no-kvu", "--no-kv-unified"): (
         "conversations share one pool, and are kept in host memory: --park-memory bounds it"
     ),
-    ("--context-shift",): "no text is cut: a pool needs no shift, and -c 0 is the length the model was trained for",
+    ("--context-shift",): "--overflow roll leaves out the oldest messages of a chat; -c 0 is all of the trained length",
     ("-nkvo", "--no-kv-offload"): "the pool is what stays on the device: make it smaller with --kvflash TOKENS",
     ("-nocb", "--no-cont-batching"): "give --parallel 1: then one answer is computed at a time",
     ("--keep",): "--kvflash-pin 0:N keeps the first N tokens on the device",

@@ -157,7 +157,8 @@ def in_words(error: BaseException) -> str:
     for keyword, flag in _FLAGS.items():
         text = text.replace(keyword, flag)
     if _CONTEXT_FULL in text:
-        text += ": give a larger context with -c (0 is the length the model was trained for), or a shorter prompt"
+        text += ": give a larger context with -c (0 is the length the model was trained for, --yarn goes beyond it)"
+        text += ", or a shorter prompt"
     return text
 
 

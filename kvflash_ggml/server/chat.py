@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +15,8 @@ from starlette.responses import JSONResponse, Response
 from ..batching.messages import Event, Finished, Image, Logprob, Piece, Request, Started
 from ..chat.reader import Rendered
 from ..chat.values import ChatInput, Reasoning
-from . import bodies
+from ..errors import ContextFull
+from . import bodies, overflow
 from .errors import ApiError, blaming, invalid
 from .exchange import ChoiceAnswer, dumps
 from .fields import note
@@ -61,7 +62,8 @@ async def prepared(
         raise invalid("tool_choice", "a tool that must be called excludes a grammar and a JSON format")
     note(http, _unheard(asked))
     note(http, [f"tools.{tool.function.name}" for tool in asked.tools or () if not _NAME.fullmatch(tool.function.name)])
-    rendered, tokens, shared_until, images = await _prompt(front, http, asked)
+    prompt = await _prompt(front, http, asked)
+    rendered = prompt.rendered
     note(http, rendered.ignored)
     preserved = await front.work(http, front.prompts.preserved, rendered.preserved) if rendered.preserved else {}
     request = await front.work(
@@ -69,15 +71,16 @@ async def prepared(
         front.make,
         http,
         asked,
-        tokens,
+        prompt.tokens,
         kind=kind,
         max_tokens=asked.max_tokens,
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
         grammar=await front.format_grammar(http, asked) if formatted else rendered.grammar,
-        shared_until=shared_until,
+        shared_until=prompt.shared_until,
         stops=rendered.stops,
         preserved=preserved,
-        images=images,
+        images=prompt.images,
+        left_out=prompt.left_out,
     )
     return several(request, asked.n or 1), rendered
 
@@ -100,7 +103,7 @@ def _continued(messages: Sequence[Message]) -> bool:
 
 async def tokens_of(front: Front, http: HttpRequest, asked: ChatRequest) -> int:
     """Count the tokens of a chat's prompt."""
-    return len((await _prompt(front, http, asked))[1])
+    return len((await _prompt(front, http, asked, whole=True)).tokens)
 
 
 def _formatted(asked: ChatRequest) -> bool:
@@ -109,30 +112,71 @@ def _formatted(asked: ChatRequest) -> bool:
     return asked.json_schema is not None or (form is not None and form.type != "text") or bool(asked.grammar)
 
 
-async def _prompt(
-    front: Front, http: HttpRequest, asked: ChatRequest
-) -> tuple[Rendered, list[int], int, tuple[Image, ...]]:
-    """Return the chat as a prompt; its tokens; how many of them are the system message's; and its images."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A chat as a prompt. shared_until: how many tokens are the system message's. left_out: messages that it lacks."""
+
+    rendered: Rendered
+    tokens: list[int]
+    shared_until: int
+    images: tuple[Image, ...]
+    left_out: int
+
+
+async def _prompt(front: Front, http: HttpRequest, asked: ChatRequest, *, whole: bool = False) -> Prompt:
+    """Make the prompt of a chat. Messages that are left out of it leave `asked`. whole: none is."""
     images = Images(front, front.salt(http, asked))
-    rendered = await front.work(http, _rendered, front, asked, images)
+    given = await front.work(http, _input, asked, images, formatted=_formatted(asked))
+    rendered = await front.work(http, _rendered, front, asked, given)
     await images.fetch(http)
-    return rendered, *await front.work(http, _tokens, front, asked, rendered.prompt, images)
+    rolls = not whole and (asked.kvflash.overflow or front.settings.overflow) == "roll"
+    return await front.work(http, _rolled if rolls else _whole, front, asked, given, rendered, images)
 
 
-def _rendered(front: Front, asked: ChatRequest, images: Images) -> Rendered:
-    formatted = _formatted(asked)
-    given = _input(asked, images, formatted=formatted)
+def _rendered(front: Front, asked: ChatRequest, given: ChatInput) -> Rendered:
     with blaming("messages"):
         rendered = front.prompts.chat(given)
-    if rendered.grammar is not None and not formatted:
-        front.check_grammar(rendered.grammar, "tools", images.salt)
+    if rendered.grammar is not None and not _formatted(asked):
+        front.check_grammar(rendered.grammar, "tools", given.salt)
     return rendered
 
 
-def _tokens(front: Front, asked: ChatRequest, prompt: str, images: Images) -> tuple[list[int], int, tuple[Image, ...]]:
+def _whole(front: Front, asked: ChatRequest, given: ChatInput, rendered: Rendered, images: Images) -> Prompt:
     with blaming("messages"):
-        tokens, seen = images.tokens(prompt)
-    return tokens, _system_end(front, asked.messages, prompt, tokens), seen
+        return _tokenized(front, asked, rendered, images)
+
+
+def _tokenized(front: Front, asked: ChatRequest, rendered: Rendered, images: Images, left_out: int = 0) -> Prompt:
+    tokens, seen = images.tokens(rendered.prompt)
+    system = _system_end(front, asked.messages, rendered.prompt, tokens)
+    return Prompt(rendered=rendered, tokens=tokens, shared_until=system, images=seen, left_out=left_out)
+
+
+def _rolled(front: Front, asked: ChatRequest, given: ChatInput, rendered: Rendered, images: Images) -> Prompt:
+    """Make a prompt that has room for an answer: without the oldest messages, if it has to be."""
+    n_ctx, all_messages = front.scheduler.model.n_ctx, asked.messages
+    room = max(1, min(front.most(asked.max_tokens), n_ctx // overflow.SHARE))
+
+    def fits(prompt: Prompt) -> bool:
+        return len(prompt.tokens) + room <= n_ctx
+
+    def make(kept: list[int]) -> Prompt:
+        some = replace(given, messages=[given.messages[i] for i in kept])
+        left_out = len(all_messages) - len(kept)
+        return _tokenized(front, asked, _rendered(front, asked, some), images.of(kept), left_out)
+
+    with blaming("messages"):
+        try:
+            if fits(whole := _tokenized(front, asked, rendered, images)):
+                return whole
+        except ContextFull:
+            whole = None
+        found = overflow.cuts(given.messages, n_ctx)
+        if not found:
+            return whole or _tokenized(front, asked, rendered, images)
+        kept, prompt = overflow.longest(found, make, fits)
+    asked.messages = [all_messages[i] for i in kept]
+    return prompt
 
 
 def render(front: Front, http: HttpRequest, asked: TemplateRequest) -> str:

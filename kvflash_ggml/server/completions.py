@@ -69,7 +69,7 @@ def prompt_tokens(front: Front, prompt: Prompt, *, where: str = "prompt", suffix
         for i, part in enumerate([prompt] if isinstance(prompt, str) else prompt):
             if isinstance(part, str):
                 if len(tokens) > n_ctx:  # the texts that follow could take minutes
-                    raise ContextFull(f"the prompt has more than {n_ctx} tokens: shorten it, or start with a larger -c")
+                    raise ContextFull(f"the prompt has more than {n_ctx} tokens: start with a larger -c, or shorten it")
                 tokens += front.prompts.tokenize(part, add_special=i == 0, parse_special=True)
             else:
                 tokens.append(part)

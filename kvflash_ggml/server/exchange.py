@@ -50,8 +50,13 @@ class AnswerWriter(ABC):
     def __init__(self, asked: Any, reader: AnswerReader | None = None) -> None:
         self._asked = asked
         self._reader = reader or AnswerReader()
+        self._left_out = 0
         self._text: list[str] = []
         self._logprobs: list[Logprob] = []
+
+    def tell(self, left_out: int) -> None:
+        """Have the answer say that messages were left out of its prompt."""
+        self._left_out = left_out
 
     # --- as a whole
 
@@ -79,7 +84,7 @@ class AnswerWriter(ABC):
 
     def _report(self, finished: Finished) -> dict[str, Any]:
         """Return `kvflash` of the answer, for clients that ask for it."""
-        return report(self._asked.kvflash.report, finished)
+        return report(self._asked.kvflash.report, finished, self._left_out)
 
     # --- as a stream
 
@@ -282,6 +287,7 @@ class EventStream(Response):
         ping_s: float,
         stall_s: float,
         work: Callable[[Callable[[], bytes]], Awaitable[bytes]],
+        headers: Mapping[str, str],
     ) -> None:
         self.status_code = 200
         self.media_type = answers[0].media_type
@@ -293,7 +299,7 @@ class EventStream(Response):
         self._stall_s = stall_s
         self._work = work
         self._stalled = False
-        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -40,7 +40,7 @@ from .schema import (
 )
 from .settings import ServerSettings
 from .speed import Speed
-from .usage import preview_header, together
+from .usage import overflow_header, preview_header, together
 
 if TYPE_CHECKING:
     from ..llama.embedding import Embedder
@@ -175,6 +175,7 @@ class Front(Intake):
         stops: tuple[str, ...] = (),
         preserved: Mapping[int, bytes] = MappingProxyType({}),
         images: tuple[Image, ...] = (),
+        left_out: int = 0,
     ) -> Request:
         """Return the request for the scheduler. ApiError if the prompt is empty or has no room in the context.
 
@@ -189,16 +190,11 @@ class Front(Intake):
             raise ApiError(
                 400,
                 # Claude Code shortens its history where it reads these words
-                f"prompt is too long: {len(tokens)} tokens > {n_ctx} maximum, with the answer: shorten it, or start "
-                f"the server with a larger -c",
+                f"prompt is too long: {len(tokens)} tokens > {n_ctx} maximum, with the answer: {self._longer(asked)}",
                 code="context_length_exceeded",
                 param=asked.ASKS,
                 more={"n_prompt_tokens": len(tokens), "n_ctx": n_ctx},
             )
-        wanted = settings.default_tokens if max_tokens < 0 else max_tokens
-        wanted = n_ctx if wanted < 0 else wanted
-        if settings.most_tokens is not None:
-            wanted = min(wanted, settings.most_tokens)
         for lo, hi in pool.pins:
             if not 0 <= lo < hi <= len(tokens):
                 raise invalid("kvflash.pins", f"[{lo}, {hi}) is no range of the prompt's {len(tokens)} tokens")
@@ -229,7 +225,7 @@ class Front(Intake):
         return Request(
             id=f"{kind}-{secrets.token_hex(12)}",
             tokens=np.array(tokens, np.int32),
-            max_tokens=wanted,
+            max_tokens=self.most(max_tokens),
             sampling=self._sampling(asked, grammar),
             stop=(*asked.stop, *stops),
             ignore_eos=asked.ignore_eos,
@@ -250,7 +246,21 @@ class Front(Intake):
             messages=_texts(asked),
             preserved=preserved,
             images=images,
+            left_out=left_out,
         )
+
+    def most(self, max_tokens: int) -> int:
+        """Return how many tokens an answer may have. max_tokens: as its request says, below 0 for the server's."""
+        wanted = self.settings.default_tokens if max_tokens < 0 else max_tokens
+        wanted = self.scheduler.model.n_ctx if wanted < 0 else wanted
+        return wanted if self.settings.most_tokens is None else min(wanted, self.settings.most_tokens)
+
+    def _longer(self, asked: _Sampled) -> str:
+        """Say what helps where a prompt outgrows the context."""
+        trained = self.prompts.facts.get("n_ctx_train", 0)
+        more = f"up to {trained}, and beyond that with --yarn" if trained > self.scheduler.model.n_ctx else "and --yarn"
+        rolls = ", or with --overflow roll" if isinstance(asked, ChatRequest) else ""
+        return f"start the server with a larger -c, {more}{rolls}; or shorten it"
 
     def _sampling(self, asked: _Sampled, grammar: Grammar | str | None) -> Sampling:
         usual, bias = self.settings.sampling, dict[int, float]()
@@ -327,12 +337,17 @@ class Front(Intake):
         others = [replace(other, queue_timeout_s=None) for other in others]
         exchanges = submitted(self.scheduler, [first, *others], http.receive)
         http.scope[TAKEN] = True
+        for answer in answers:
+            answer.tell(first.left_out)
+        headers = overflow_header(first.left_out)
         if stream:
             ping_s, stall_s = self.settings.ping_s, self.settings.stall_timeout_s
             work = partial(self.work, http)
-            return EventStream(exchanges, answers, each=each, ping_s=ping_s, stall_s=stall_s, work=work)
+            return EventStream(
+                exchanges, answers, each=each, ping_s=ping_s, stall_s=stall_s, work=work, headers=headers
+            )
         ended = await collected(exchanges, answers)
-        headers = preview_header(together(ended, each=each).usage.preview)
+        headers |= preview_header(together(ended, each=each).usage.preview)
         return await self.work(http, lambda: answers[0].response(whole(answers, ended, each=each), headers))
 
 

@@ -6,6 +6,7 @@ import base64
 import binascii
 import secrets
 import time
+from collections.abc import Collection
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -91,6 +92,12 @@ class Images:
         head, _, coded = text.partition(",")
         expected = "an image is no data URL in base64, as data:image/png;base64,..."
         return self._file(coded if head.endswith(";base64") else None, where, expected, "image")
+
+    def of(self, messages: Collection[int]) -> Images:
+        """Return what some of the messages have, once all files are there. messages: their numbers."""
+        some = Images(self._front, self.salt)
+        some._files = [file for file in self._files if int(file[0].split(".")[1]) in messages]
+        return some
 
     async def fetch(self, http: HttpRequest) -> None:
         """Fetch the files that are named by URLs. ApiError for one that cannot be had, or not in time."""

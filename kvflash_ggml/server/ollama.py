@@ -43,6 +43,7 @@ class _OllamaRequest(_Asked):
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: dict[str, Any] | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
+    truncate: bool | None = None
     keep_alive: str | float | None = None
     kvflash: PoolFields = PoolFields.model_construct()
 
@@ -197,7 +198,7 @@ def _translated(
     names |= {"n_predict": "options.num_predict", "response_format": "format"}
     fields = {**options, **data, "n_predict": most, "response_format": form}
     made, ignored = parse(kind, fields, strict=strict, names=names)
-    made.kvflash = asked.kvflash
+    made.kvflash = asked.kvflash if asked.truncate is None else asked.kvflash.overflowing(roll=asked.truncate)
     http.scope[NAMES] = {**names, "messages": "prompt" if isinstance(asked, GenerateRequest) else "messages"}
     note(http, [f"options.{name}" if name.partition("=")[0] in options else name for name in ignored])
     return made

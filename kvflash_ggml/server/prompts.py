@@ -142,8 +142,8 @@ class LlamaPrompts:
         limit = max(MOST_BYTES, MOST_PER_TOKEN * n_ctx)
         if len(data) > limit:
             raise ContextFull(
-                f"the text has {len(data)} bytes, and {limit} is the most that is tokenised at once: split it, or "
-                f"start the server with a larger -c"
+                f"the text has {len(data)} bytes, and {limit} is the most that is tokenised at once: start the "
+                f"server with a larger -c, or split it"
             )
         # a chat template writes what the tokenizer would add
         adds = add_special and not (self._bos and text.startswith(self._bos))

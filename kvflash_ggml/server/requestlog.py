@@ -31,7 +31,9 @@ def ended(request: Request, usage: Usage, reason: str) -> None:
     }
     if usage.missed is not None:
         line["missed"] = f"message {usage.missed.message} differs from token {usage.missed.at_token} on"
-    logger.info("%s", json.dumps(line))
+    if request.left_out:
+        line["left_out"] = f"{request.left_out} oldest messages: the context has no room for them"
+    logger.log(logging.WARNING if request.left_out else logging.INFO, "%s", json.dumps(line))
 
 
 def refused(method: str, path: str, key: str, status: int) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
@@ -54,6 +54,7 @@ class ResponsesRequest(TranslatedRequest):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: dict[str, Any] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     text: dict[str, Any] | None = None
     metadata: dict[str, _Told] | None = Field(None, max_length=16)
     # known to OpenAI's clients, without effect here
@@ -62,7 +63,6 @@ class ResponsesRequest(TranslatedRequest):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     stream_options: dict[str, Any] | None = None
-    truncation: str | None = None
     user: str | None = None
 
 
@@ -191,6 +191,8 @@ def _translated(
         **_choice(turns, asked.tool_choice),
         **_form(asked),
     }
+    if asked.truncation is not None:
+        asked.kvflash = asked.kvflash.overflowing(roll=asked.truncation == "auto")
     return turns.chat(http, asked, data, _NAMES), tools
 
 
@@ -526,7 +528,7 @@ class ResponseAnswer(AnswerWriter):
             "tool_choice": "auto",
             "tools": [],
             "top_p": asked.top_p,
-            "truncation": "disabled",
+            "truncation": self._asked.truncation or "disabled",
             "usage": usage,
         }
 

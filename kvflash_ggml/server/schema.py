@@ -211,7 +211,12 @@ class PoolFields(_Known):
     reading: Literal["exact", "pool", "preview"] | None = None
     answer: Literal["pool", "exact", "lossless"] | None = None
     drafts: bool = True
+    overflow: Literal["error", "roll"] | None = None
     report: Literal["none", "summary"] = "none"
+
+    def overflowing(self, *, roll: bool) -> PoolFields:
+        """Return these fields with what another interface says of chats that outgrow the context."""
+        return self.model_copy(update={"overflow": "roll" if roll else "error"})
 
 
 class StreamOptions(_Known):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from .. import notation
 from ..batching.messages import Sampling
@@ -88,6 +89,11 @@ class ServerSettings:
     media_urls: bool = _limits(
         bool, default=False, help="Fetch images that a request names by a URL, from public addresses alone."
     )
+    overflow: Literal["error", "roll"] = _limits(
+        ("error", "roll"), default="error",
+        help="A chat that outgrows the context: error: 400. roll: its oldest messages leave the prompt, the system"
+        " message stays, and the answer says so.",
+    )  # fmt: skip
     default_tokens: int = _limits(
         notation.limit, "-n", "--max-tokens-default", "--predict", "--n-predict", default=-1, metavar="N",
         help="Longest answer in tokens, where the request names no limit; -1: up to the end of the context.",

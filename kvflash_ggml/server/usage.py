@@ -83,18 +83,25 @@ def generation_settings(sampling: Sampling, most: int) -> dict[str, Any]:
     return {**told, "logit_bias": bias, "n_predict": most, "max_tokens": most}
 
 
-def report(wanted: str, finished: Finished) -> dict[str, Any]:
-    """Return `kvflash` of an answer, if it is wanted. A preview is always marked."""
-    took = finished.usage
-    if wanted == "none":
-        return marked(took.preview)
-    times = {"queue_ms": round(took.queue_s * 1e3, 3), "restore_ms": round(took.restore_s * 1e3, 3)}
-    return {"kvflash": {**finished.report, **times, **marked(took.preview).get("kvflash", {})}}
+def report(wanted: str, finished: Finished, left_out: int) -> dict[str, Any]:
+    """Return `kvflash` of an answer, if it is wanted. A preview and messages that are left out are always told."""
+    took, told = finished.usage, dict[str, Any]()
+    if wanted != "none":
+        times = {"queue_ms": round(took.queue_s * 1e3, 3), "restore_ms": round(took.restore_s * 1e3, 3)}
+        told = {**finished.report, **times}
+    told |= marked(took.preview).get("kvflash", {})
+    told |= {"left_out": left_out} if left_out else {}
+    return {"kvflash": told} if told else {}
 
 
 def marked(preview: Preview | None) -> dict[str, Any]:
     """Return `kvflash` with the mark of a preview; nothing for another answer."""
     return {} if preview is None else {"kvflash": {"preview": asdict(preview)}}
+
+
+def overflow_header(left_out: int) -> dict[str, str]:
+    """Return the header of an answer to a chat that has lost messages."""
+    return {"X-KVFlash-Overflow": f"left out the {left_out} oldest messages"} if left_out else {}
 
 
 def preview_header(preview: Preview | None) -> dict[str, str]:
