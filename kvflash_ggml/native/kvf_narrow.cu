@@ -189,7 +189,7 @@ template <> struct weights<GGML_TYPE_Q6_K> {
 };
 
 template <ggml_type type, int groups>
-static __global__ void __launch_bounds__(WARPS*WARP_SIZE, groups > 2 ? 3 : 4) narrow(
+static __global__ void __launch_bounds__(WARPS*WARP_SIZE, groups > 1 ? 3 : 4) narrow(
         const char * x, const block_q8_1_mmq * y, float * dst, const int nrows, const int nblocks, const size_t stride_row,
         const int ncols, const size_t stride_dst, const bool early) {
     const int lane = threadIdx.x;
