@@ -26,6 +26,19 @@ class NotMade(ConfigError):
     """llama.cpp makes no model of a file, or no context with these settings; it says why."""
 
 
+class DeviceLimit(ConfigError):
+    """A setting needs a larger tensor than a device computes on. device: its name. needed, limit: bytes."""
+
+    def __init__(self, device: str, what: str, *, needed: int, limit: int, remedy: str) -> None:
+        text = (
+            f"{what} takes {mebibytes(needed)} MiB, and {device} computes on tensors of {mebibytes(limit)} MiB at most"
+        )
+        super().__init__(f"{text}: {remedy}")
+        self.device = device
+        self.needed = needed
+        self.limit = limit
+
+
 class UnsupportedModelError(KVFlashError, ValueError):
     """The model's architecture or memory type cannot run in a pool."""
 

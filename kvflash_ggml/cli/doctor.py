@@ -17,7 +17,7 @@ import click
 from .. import env, pip_line
 from ..calibration.choice import heads_file, read
 from ..errors import ConfigError, KVFlashError, LibraryError, mebibytes
-from ..native import library, trial
+from ..native import library, trial, vulkan
 from ..snapshot.fingerprint import ModelFile
 from .child import PROBE, Child, rebuild, run_child, told
 from .report import computes_on, package_version, placement_lines, say
@@ -26,7 +26,7 @@ from .terminal import size_text
 
 Status = Literal["ok", "warning", "error"]
 
-_ENVIRONMENT = ("KVFLASH_", "GGML_", "LLAMA_", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
+_ENVIRONMENT = ("KVFLASH_", "GGML_", "LLAMA_", "CUDA_VISIBLE_DEVICES", "VK_", "LD_LIBRARY_PATH")
 _OURS = "LLAMA_CPP_LIB_PATH"  # the package sets it for itself, which is no news
 _SECRET = re.compile(r"(KEY|SECRET|PASSWORD|HF_TOKEN)$")
 _POOL = 4096
@@ -267,7 +267,11 @@ def _devices(child: Child) -> Check:
     lines += unmeasured
     status: Status = "warning" if unmeasured else "ok"
     remedy = ""
-    if not child.said["gpu"] and _NVIDIA_DRIVER.exists():
+    if "vulkan" in _info().get("backends", ()):
+        lines.append(f"Vulkan drivers: {', '.join(vulkan.drivers()) or 'none'}")
+    if "vulkan" in _info().get("backends", ()) and not child.said["gpu"]:
+        status, remedy = "warning", vulkan.why_none()
+    elif not child.said["gpu"] and _NVIDIA_DRIVER.exists():
         status = "warning"
         lines.append(f"no GPU is used, though there is a driver: {_driver()}")
         remedy = pip_line.reinstall(library.CUDA_FLAGS) if computes_on(_info()) == "CPU" else "nvidia-smi"

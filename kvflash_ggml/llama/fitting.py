@@ -12,10 +12,10 @@ import llama_cpp
 
 from .. import policy, remote
 from ..config import Fit, KVFlashConfig
-from ..constants import CHUNK, KV_TYPES, POOL_STEP
+from ..constants import CHUNK, KV_TYPES, POOL_STEP, SPEED_CAP, round_up
 from ..drafter import model as drafter
-from ..errors import ConfigError, DoesNotFit, KVFlashError, NotMade, mebibytes
-from ..native import library, measure
+from ..errors import ConfigError, DeviceLimit, DoesNotFit, KVFlashError, NotMade, mebibytes
+from ..native import devices, library, measure
 from ..native import remote as servers
 from ..placement import memory
 from ..placement.devices import LAYER, NONE, holders, slices
@@ -94,6 +94,35 @@ def check_full_cache(path: str, asked: Asked) -> None:
         )
 
 
+def check_limits(path: str, asked: Asked) -> None:
+    """Raise DeviceLimit where K or V of a layer would be a larger tensor than a GPU of this machine computes on."""
+    config, settings = asked.config, asked.upstream
+    gpus = [device.name for device in devices.devices() if device.kind in ("gpu", "integrated")]
+    bounds = {name: most for name in gpus if (most := devices.largest_tensor(name)) is not None}
+    if config is None or not bounds:
+        return
+    try:
+        with measure.sketch(path, llama_cpp.llama_model_default_params()) as model:
+            params = _context_params(settings, POOL_STEP, CHUNK, 0, flash=True)
+            layers = measure.measure(model, params, cells=POOL_STEP).layers
+    except KVFlashError:  # the load says what is wrong with it
+        return
+    names = [_type(settings.get(name), left_open=False) or "f16" for name in ("type_k", "type_v")]
+    pooled = [layer for layer in layers if not layer.window]
+    row = max(max(layer.rows(*names)) for layer in pooled)
+    slots = config.pool if isinstance(config.pool, int) else SPEED_CAP
+    if config.pool_bytes is not None:
+        slots = config.pool_bytes // sum(layer.slot(*names) for layer in pooled)
+    slots = round_up(min(slots, settings.get("n_ctx") or slots), POOL_STEP)
+    device, limit = min(bounds.items(), key=lambda item: item[1])
+    if slots * row > limit:
+        most = limit // row // POOL_STEP * POOL_STEP
+        raise DeviceLimit(
+            device, f"K or V of one layer in a pool of {slots:,} tokens", needed=slots * row, limit=limit,
+            remedy=f"take a pool of at most {most} tokens (kvflash, --kvflash), or smaller K and V (type_k, -ctk)",
+        )  # fmt: skip
+
+
 def staged(config: KVFlashConfig | None, n_ctx: int) -> int:
     """Return the tokens of layer buffers to make room for: those that a setting asks for, or needs."""
     if config is None or config.reading == "pool":
@@ -115,6 +144,7 @@ def without_loading(path: str, keywords: dict[str, Any]) -> tuple[Placement, tup
         return predicted(path, asked, beside(path, asked), machine=memory.imagined(free))
     if not endpoints:
         library.ensure_gpu_offload(asked.upstream.get("n_gpu_layers", 0))
+        check_limits(path, asked)
     others = beside(path, asked)
     if asked.config is not None and asked.config.scorer is not None:
         drafter.check(asked.config.scorer)

@@ -174,6 +174,10 @@ class Llama(llama_cpp.Llama):
                 others = fitting.beside(model_path, request)
                 request, self.placement = fitting.fit(model_path, request, others, endpoints)
             self._config = request.config
+        if request.config is not None and request.upstream.get("n_gpu_layers", 0) != 0 and not endpoints:
+            from . import fitting
+
+            fitting.check_limits(model_path, request)
         settings = request.upstream
         self._projector = settings.get("chat_handler")
         self._placement = request.placement

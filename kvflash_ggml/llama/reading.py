@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..config import KVFlashConfig
 from ..constants import POOL_STEP, round_up
-from ..errors import ConfigError, HostMemoryError, UnsupportedError
+from ..errors import ConfigError, DeviceLimit, HostMemoryError, UnsupportedError
 from ..logs import warn_once
 from ..placement.needs import buffer_row
 from ..placement.sizes import HOST
@@ -33,16 +33,28 @@ SHARE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """A device that has layer buffers. free: bytes beside everything else. slot_bytes: of one more token there."""
+    """A device that has layer buffers. free: bytes beside everything else. slot_bytes: of one more token there.
+
+    row: bytes of one token's K or V, whichever has more. bound: of the largest tensor that the device computes on, None
+    where nothing bounds it.
+    """
 
     name: str
     free: int
     slot_bytes: int
+    row: int
+    bound: int | None = None
+
+    @property
+    def most(self) -> int | None:
+        """The tokens that the largest tensor holds, None where nothing bounds it."""
+        return None if self.bound is None else self.bound // self.row // POOL_STEP * POOL_STEP
 
     @property
     def slots(self) -> int:
         """The tokens that there is room for."""
-        return max(0, self.free) // SHARE // self.slot_bytes // POOL_STEP * POOL_STEP
+        room = max(0, self.free) // SHARE // self.slot_bytes // POOL_STEP * POOL_STEP
+        return room if self.most is None else min(room, self.most)
 
 
 def open_sequence(
@@ -105,13 +117,25 @@ def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free: Mapping
 
 
 def stage_slots(requested: int | None, *, n_ctx: int, rooms: abc.Sequence[Room]) -> tuple[int, str]:
-    """Return the tokens that layer buffers hold, and why: the whole context, or what each device has room for."""
+    """Return the tokens that layer buffers hold, and why: the whole context, or what each device has room for.
+
+    DeviceLimit for a requested size that a device does not compute on.
+    """
     limit = round_up(n_ctx, POOL_STEP)
     if requested is not None:
-        return min(limit, round_up(requested, POOL_STEP)), f"{requested} asked for"
+        slots = min(limit, round_up(requested, POOL_STEP))
+        for room in rooms:
+            if room.bound is not None and room.most is not None and slots > room.most:
+                raise DeviceLimit(
+                    room.name, f"a layer buffer of {slots:,} tokens", needed=slots * room.row, limit=room.bound,
+                    remedy=f"take layer buffers of at most {room.most} tokens (kvflash_stage, --kvflash-stage)",
+                )  # fmt: skip
+        return slots, f"{requested} asked for"
     tight = min(rooms, key=lambda room: room.slots)
     if tight.slots >= limit:
         return limit, "the whole context"
+    if tight.slots == tight.most:
+        return tight.slots, f"the largest tensor of {tight.name}"
     size = f"{tight.free / SHARE / 2**20:,.0f} MiB on {tight.name}"
     return tight.slots, f"{size} for it, at {tight.slot_bytes / 1024:.1f} KiB a token"
 
@@ -124,5 +148,7 @@ def rooms(
     for i, device in enumerate(devices):
         shapes = {(layer.k_row, layer.v_row) for layer in layers if layer.device == i}
         name = HOST if device.mode == "host" else device.name
-        res.append(Room(name=name, free=free[name], slot_bytes=buffer_row(shapes, n_ubatch, overlaps=device.overlaps)))
+        row = max(max(shape) for shape in shapes)
+        slot_bytes = buffer_row(shapes, n_ubatch, overlaps=device.overlaps)
+        res.append(Room(name=name, free=free[name], slot_bytes=slot_bytes, row=row, bound=device.largest_bytes or None))
     return res

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,12 @@ def model_devices(model: int) -> tuple[DeviceInfo, ...]:
     raw: Any = ffi.new("kvf_device[]", n)
     check(lib.kvf_model_devices(address, raw, n))
     return tuple(map(read_device, raw))
+
+
+@functools.cache
+def largest_tensor(device: str) -> int | None:
+    """Return the bytes of the largest tensor that a device here computes on, None where nothing bounds it."""
+    return int(lib.kvf_largest_tensor(device.encode())) or None
 
 
 class ModelArrays:

@@ -29,6 +29,7 @@ class DeviceInfo:
     id: of the hardware, empty if it is not known. pinned: can it copy from and to page-locked memory? asynchronous:
     does it compute beside the host? layers: how many of the pooled layers, from `first_layer` on; 0 without a pool, as
     all that follows. share_offset, share_bytes: what they are of a page image. staging_bytes: where pages arrive on it.
+    largest_bytes: of the largest tensor that it computes on, 0 where nothing bounds it.
     """
 
     name: str
@@ -47,6 +48,7 @@ class DeviceInfo:
     share_bytes: int
     staging_bytes: int
     query_bytes: int
+    largest_bytes: int
 
     @property
     def overlaps(self) -> bool:

@@ -11,7 +11,7 @@ extern "C" {
 #include <stdint.h>
 
 // [cdef]
-#define KVF_ABI   14
+#define KVF_ABI   15
 #define KVF_BLOCK 64
 
 enum kvf_status {
@@ -87,6 +87,7 @@ typedef struct kvf_device {
     int64_t share_bytes;   // and how many; one slot takes a KVF_BLOCKth of it
     int64_t staging_bytes; // where pages arrive
     int64_t query_bytes;   // captured queries
+    int64_t largest_bytes; // of the largest tensor that it computes on, 0 where nothing bounds it
 } kvf_device;
 
 // Where one pooled layer lives in a page image, and how its heads are shaped.
@@ -225,6 +226,7 @@ enum kvf_status kvf_context_needs(const void * ctx, kvf_need * needs, int32_t n_
 // All devices that there are, in ggml's order.
 int32_t         kvf_device_count(void);
 enum kvf_status kvf_list_devices(kvf_device * devices, int32_t n);  // n is kvf_device_count
+int64_t         kvf_largest_tensor(const char * device);  // bytes that it computes on as one, 0 for no bound or no such device
 
 // For llama_model_params: `devices`, and `tensor_buft_overrides`, where the first pattern that is found in a tensor's name says
 // where that goes. Names are those of devices. ARGUMENT for one that is unknown, or a pattern that is no regular expression.

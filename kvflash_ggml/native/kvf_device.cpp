@@ -3,6 +3,7 @@
 #include "kvf_error.h"
 #include "kvf_remote.h"
 
+#include "ggml-cpp.h"
 #include "llama-impl.h"
 #include "llama.h"
 
@@ -28,6 +29,13 @@ kvf_status find_device(const char * name, ggml_backend_dev_t * dev) {
         *dev = kvf_find_remote(name);
     }
     return *dev ? KVF_STATUS_SUCCESS : kvf_fail(KVF_STATUS_ARGUMENT, "there is no device %s", name);
+}
+
+// A backend tells of its bounds only that it does not take an operation.
+bool computes_on(ggml_backend_dev_t dev, int64_t size) {
+    const ggml_context_ptr ctx { ggml_init({ 2*ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }) };
+    auto * tensor = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, size/sizeof(float));
+    return ggml_backend_dev_supports_op(dev, ggml_scale(ctx.get(), tensor, 1.0f));
 }
 
 kvf_status check_pattern(const char * pattern) {
@@ -92,6 +100,19 @@ kvf_status kvf_list_devices(kvf_device * devices, int32_t n) {
         devices[i] = kvf_describe_device(ggml_backend_dev_get(i));
     }
     return KVF_STATUS_SUCCESS;
+}
+
+int64_t kvf_largest_tensor(const char * device) {
+    auto *  dev   = ggml_backend_dev_by_name(device);
+    int64_t takes = 1 << 20, refuses = INT64_C(1) << 46;
+    if (!dev || kvf_is_cpu(dev) || !computes_on(dev, takes) || computes_on(dev, refuses)) {
+        return 0;
+    }
+    while (refuses - takes > (int64_t) sizeof(float)) {
+        const int64_t size = takes + (refuses - takes)/8*4;
+        (computes_on(dev, size) ? takes : refuses) = size;
+    }
+    return takes;
 }
 
 kvf_status kvf_device_list(int32_t n, const char * const * name, void ** list) {

@@ -216,6 +216,7 @@ kvf_status kvf_get_devices(const kvf_engine * engine, kvf_device * devices, int3
         d.share_bytes   = lane.share_bytes;
         d.staging_bytes = lane.stage ? ggml_backend_buffer_get_size(lane.stage->buffer.get()) : 0;
         d.query_bytes   = query_bytes(*engine, lane);
+        d.largest_bytes = lane.mode == KVF_MODE_REMOTE ? 0 : kvf_largest_tensor(d.name);
     }
     return KVF_STATUS_SUCCESS;
 }

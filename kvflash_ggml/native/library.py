@@ -24,7 +24,7 @@ from typing import Any
 from kvflash_ggml import env, pip_line
 from kvflash_ggml.errors import LibraryError
 from kvflash_ggml.logs import warn_once
-from kvflash_ggml.native import trial
+from kvflash_ggml.native import trial, vulkan
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -181,9 +181,11 @@ def gpu_devices() -> list[str]:
 
 
 def machine_has_gpu() -> bool:
-    """Report whether the system shows a GPU, whatever this build can use: a device of NVIDIA, or WSL's."""
+    """Report whether the system shows a GPU: a device of NVIDIA, or WSL's. To a build with Vulkan any other too."""
     dev = Path("/dev")
-    return (dev / "dxg").exists() or any(dev.glob("nvidia[0-9]*"))
+    if (dev / "dxg").exists() or any(dev.glob("nvidia[0-9]*")):
+        return True
+    return "vulkan" in build_info()["backends"] and bool(vulkan.render_nodes())
 
 
 def ensure_gpu_offload(n_gpu_layers: int, *, installed: bool = False) -> None:
@@ -201,7 +203,9 @@ def ensure_gpu_offload(n_gpu_layers: int, *, installed: bool = False) -> None:
         return
     backends = build_info()["backends"]
     gpu = [b for b in backends if b not in HOST_BACKENDS]
-    if gpu:
+    if "vulkan" in gpu:
+        why, cure = f"it has {', '.join(gpu)} but found no device", f"Why: {vulkan.why_none()}"
+    elif gpu:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         why = f"it has {', '.join(gpu)} but found no device (CUDA_VISIBLE_DEVICES: {visible})"
         cure = "Check the driver with nvidia-smi"
@@ -279,6 +283,8 @@ def _explain(path: Path, error: OSError) -> str:
     name = missing.group(1) if missing else ""
     if name.startswith("libcuda.so"):
         return f"{text} {name} comes with the NVIDIA driver, and there is none here: install it, or use a CPU build."
+    if name.startswith("libvulkan.so"):
+        return f"{text} {vulkan.LOADER}."
     if name.startswith(("libcudart", "libcublas")):
         return (
             f"{text} {name} belongs to the CUDA toolkit (the driver alone is not enough): install "

@@ -58,7 +58,7 @@ def plan(toolchain: Toolchain) -> Plan:
     source = llama_source(patched_tree(pin))
     developer = bool(os.environ.get("KVFLASH_LLAMA_SOURCE"))
     series = () if developer else tuple(read_series())
-    deep = [p for p in series if any(f.startswith("ggml/") for f in p.files)]
+    deep = [p for p in series if any(_compiled(f, toolchain) for f in p.files)]
     if developer:
         origin, content = _stat_digest(source, ("ggml",)), _stat_digest(source, SYNCED)
     else:
@@ -79,6 +79,13 @@ def plan(toolchain: Toolchain) -> Plan:
         ggml=cache / "ggml" / ggml_key,
         work=work,
         out=work / "out" / out_key,
+    )
+
+
+def _compiled(file: str, toolchain: Toolchain) -> bool:
+    """Whether a file of upstream's is of the first stage. Of Vulkan's backend it is where that is built."""
+    return file.startswith("ggml/") and (
+        not file.startswith("ggml/src/ggml-vulkan/") or toolchain.flag("GGML_VULKAN", default=False)
     )
 
 

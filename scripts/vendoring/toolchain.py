@@ -24,6 +24,9 @@ ENVIRONMENT = (
 # Flags in CMAKE_ARGS that mean the pure-Python dependency, not us.
 FOREIGN = ("LLAMA_BUILD", "LLAVA_BUILD")
 
+# What a build with Vulkan needs beside a compiler.
+VULKAN_PACKAGES = "glslc libvulkan-dev spirv-headers"
+
 # The flavour for CPUs of others: a CPU backend for each kind of them, which ggml chooses among and loads when it runs.
 PORTABLE = {"GGML_BACKEND_DL": True, "GGML_CPU_ALL_VARIANTS": True, "GGML_NATIVE": False}
 
@@ -85,6 +88,8 @@ class Toolchain:
             parts.append(_cpu_features())
         if self.flag("GGML_CUDA", default=False):
             parts += self._cuda_identity()
+        if self.flag("GGML_VULKAN", default=False):
+            parts.append(self._vulkan_identity())
         return parts
 
     def _compiler(self, language: str, variable: str, usual: Sequence[str]) -> list[str]:
@@ -112,6 +117,16 @@ class Toolchain:
         if "CMAKE_CUDA_ARCHITECTURES" not in self.defines and shutil.which("nvidia-smi"):
             parts.append(_output(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]))
         return parts
+
+    def _vulkan_identity(self) -> str:
+        glslc = self.defines.get("Vulkan_GLSLC_EXECUTABLE") or str(Path(os.environ.get("VULKAN_SDK", "")) / "bin/glslc")
+        glslc = shutil.which(glslc) or shutil.which("glslc") or ""
+        if not glslc:
+            raise VendorError(
+                "GGML_VULKAN is on but there is no compiler of shaders (glslc). Install it, and what else the build "
+                f"needs: apt install {VULKAN_PACKAGES} (Debian 12, Ubuntu 24.04)"
+            )
+        return _output([glslc, "--version"])
 
 
 def user_defines(extra: Sequence[str] = ()) -> dict[str, str]:

@@ -53,6 +53,7 @@ class FakeLayer:
 class FakeDevice:
     name: str = "CPU"
     mode: str = "host"
+    largest_bytes: int = 0
 
     @property
     def overlaps(self) -> bool:

@@ -193,6 +193,17 @@ def test_a_backend_that_was_never_measured_is_told(
     assert told in text
 
 
+def test_what_vulkan_lacks_is_told(healthy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.library, "build_info", lambda: {**INFO, "backends": ["cpu", "vulkan"]})
+    monkeypatch.setattr(checks.vulkan, "drivers", lambda: ["radeon_icd"])
+    monkeypatch.setattr(checks.vulkan, "why_none", lambda: "no driver")
+    document = json.loads(doctor("m.gguf", "--json").stdout)["checks"]["devices"]
+    assert (document["status"], document["remedy"]) == ("warning", "no driver")
+    assert "Vulkan drivers: radeon_icd" in document["detail"]
+    say(monkeypatch, Child(said={**SAID, "gpu": True}, doing="decode", failure=""))
+    assert "no driver" not in doctor("m.gguf").stdout
+
+
 def test_without_a_model_one_is_made(healthy: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(checks, "_TEST_MODEL", tmp_path / "none.gguf")
     result = doctor()

@@ -8,7 +8,7 @@ import pytest
 from support.fake_engine import FakeDevice, FakeEngine, FakeLayer
 
 from kvflash_ggml.config import KVFlashConfig
-from kvflash_ggml.errors import ConfigError, HostMemoryError, UnsupportedError
+from kvflash_ggml.errors import ConfigError, DeviceLimit, HostMemoryError, UnsupportedError
 from kvflash_ggml.llama.reading import SHARE, Room, open_reading, rooms, stage_slots
 from kvflash_ggml.placement.needs import MASK
 from kvflash_ggml.sequence.pool import Pool
@@ -43,8 +43,8 @@ def test_accepted() -> None:
 # --- how large
 
 
-def one(free: int, slot_bytes: int, name: str = "CUDA0") -> Room:
-    return Room(name=name, free=free, slot_bytes=slot_bytes)
+def one(free: int, slot_bytes: int, name: str = "CUDA0", bound: int | None = None) -> Room:
+    return Room(name=name, free=free, slot_bytes=slot_bytes, row=100, bound=bound)
 
 
 def test_stages_are_as_large_as_asked_for_but_for_the_context() -> None:
@@ -72,6 +72,20 @@ def test_the_device_with_the_least_room_decides() -> None:
         slots, why = stage_slots(None, n_ctx=10**6, rooms=order)
         assert slots == both[1].slots < both[0].slots
         assert "on CUDA1" in why
+
+
+def test_a_layer_buffer_is_no_larger_than_what_a_device_computes_on() -> None:
+    bounded = one(GIB, 1, "Vulkan0", bound=100 * 1000)
+    assert stage_slots(None, n_ctx=4096, rooms=[one(GIB, 1), bounded]) == (768, "the largest tensor of Vulkan0")
+    assert stage_slots(None, n_ctx=512, rooms=[bounded]) == (512, "the whole context")
+    assert stage_slots(768, n_ctx=4096, rooms=[bounded])[0] == 768
+    with pytest.raises(
+        DeviceLimit, match=r"1,024 tokens takes .* Vulkan0 .* at most 768 tokens \(kvflash_stage"
+    ) as found:
+        stage_slots(769, n_ctx=4096, rooms=[bounded])
+    assert (found.value.device, found.value.needed, found.value.limit) == ("Vulkan0", 102_400, 100_000)
+    (room,) = rooms([FakeLayer(k_row=100, v_row=50)], [FakeDevice(largest_bytes=51_200)], 1, {"CPU": GIB})
+    assert room.most == 512
 
 
 def test_what_a_token_takes() -> None:
