@@ -26,7 +26,7 @@ from .model import log_to_stderr, offloading, plain_errors
 from .options import DeviceOptions, LogOptions, WeightOptions, device_options, log_options, weight_options
 from .report import say, version_line
 from .sections import HELP, MODEL_FILE, SectionCommand, Written, option
-from .terminal import Progress, note, size_text, stderr_is_terminal
+from .terminal import Progress, note, size_text, stderr_is_terminal, time_text
 
 _check = option("Check")
 
@@ -44,7 +44,8 @@ KNOWS = 0.5
 class Finding:
     """What came of it. length: tokens of the text. driver: memory is told by the driver of a GPU. model: its title.
 
-    apart: the largest difference between logits after exact reading and those of the full cache. seconds: of all.
+    apart: the largest difference between logits after exact reading and those of the full cache. alike: depths at which
+    both have the same likeliest token. seconds: of all.
     """
 
     model: str
@@ -53,6 +54,7 @@ class Finding:
     pooled: Arm
     driver: bool
     apart: float
+    alike: int
     seconds: float
 
     @property
@@ -77,7 +79,13 @@ class Finding:
         out = []
         if known < KNOWS * asked:
             out.append(
-                f"The full cache itself answers {known} of {asked}: this model says little about a pool at this length."
+                f"The full cache itself answers {known} of {asked}: this model says little about a pool at this length. A "
+                "larger model says more."
+            )
+        if self.apart:
+            out.append(
+                "Logits differ where a small pool reads in shorter steps than the full cache, which round otherwise: "
+                "docs/exact-reading.md, 'Bitwise or not'."
             )
         if asked < QUESTIONS:
             out.append(f"The time was enough for {asked} of {QUESTIONS} questions: give more --minutes.")
@@ -94,7 +102,9 @@ class Finding:
         found.append(("page images in host memory", "-", size_text(self.pooled.pages)))
         known, also = (str(sum(arm.right)) for arm in (self.full, self.pooled))
         found.append((f"right of {len(self.full.right)} questions", known, also))
-        exact = "the same bits" if self.apart == 0 else f"{self.apart:.2g} apart at most"
+        exact = "the same bits"
+        if self.apart:
+            exact = f"{self.apart:.2g} apart at most; same next token {self.alike} of {len(self.full.logits)} times"
         found.append(("logits after exact reading", "-", exact))
         return found
 
@@ -106,7 +116,7 @@ class Finding:
         }
         more = {"same": self.same, "faster": self.faster, "sentence": self.sentence(), "remarks": self.remarks()}
         return {
-            "model": self.model, "length": self.length, "apart": self.apart, "driver": self.driver,
+            "model": self.model, "length": self.length, "apart": self.apart, "alike": self.alike, "driver": self.driver,
             "seconds": round(self.seconds, 1), **arms, **more,
         }  # fmt: skip
 
@@ -202,6 +212,8 @@ class Comparison:
             pace, most = checking.pace_of(llm), llm._model.n_ctx_train()
         left = self._seconds - self._gone()
         tries = checking.lengths(pace, left, most=most, calibrates=not heads.exists())
+        about = self._gone() + pace.seconds(tries[0], calibrates=not heads.exists())
+        self._say(f"the full cache, then a pool, read {tries[0]:,} tokens and answer: about {time_text(about)} minutes")
         full, driver = self._first_that_fits(tries)
         (length, arm) = full
         tokens = round_up(pool or max(KVFlashConfig().minimum_pool, min(POOL_MOST, length // POOL_SHARE)), POOL_STEP)
@@ -214,9 +226,10 @@ class Comparison:
             pooled = checking.measure(
                 llm, checking.compose(llm, length), length, more=lambda done: done < asked, taken=self._taken(driver)
             )
-        apart = max(float(abs(a - b).max()) for a, b in zip(arm.logits, pooled.logits, strict=True))
+        both = list(zip(arm.logits, pooled.logits, strict=True))
         found = Finding(
-            model=title, length=arm.speeds[-1].depth, full=arm, pooled=pooled, driver=driver, apart=apart,
+            model=title, length=arm.speeds[-1].depth, full=arm, pooled=pooled, driver=driver,
+            apart=max(float(abs(a - b).max()) for a, b in both), alike=sum(int(a.argmax() == b.argmax()) for a, b in both),
             seconds=self._gone(),
         )  # fmt: skip
         return found, self._machine()

@@ -86,7 +86,7 @@ def busy(text: str, *, shown: bool) -> Iterator[None]:
             click.echo(_ERASE, err=True, nl=False)
 
 
-def _minutes(seconds: float) -> str:
+def time_text(seconds: float) -> str:
     """Return seconds as 1:05, or 1:01:05."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
@@ -181,9 +181,9 @@ class Progress:
             return ""
         seen = None if self._exact else self._pool
         whole = self._time.seconds(total, seen=seen)
-        text = f", {_minutes(whole - self._time.seconds(done, seen=seen))} left"
+        text = f", {time_text(whole - self._time.seconds(done, seen=seen))} left"
         if self._exact and self._pool is not None and self._pool < total and whole > _LONG_S:
-            text += f" (--kvflash-reading pool: {_minutes(self._time.seconds(total, seen=self._pool))} in all)"
+            text += f" (--kvflash-reading pool: {time_text(self._time.seconds(total, seen=self._pool))} in all)"
         return text
 
     def erase(self) -> None:

@@ -27,7 +27,9 @@ POOLED = Arm(
     pool=1024, speeds=[replace(one, decode=21.0) for one in SPEEDS], right=[True] * 19 + [False] * 4 + [True],
     memory=100 << 20, pages=80 << 20,
 )  # fmt: skip
-FOUND = Finding(model="qwen3 Some Model", length=8192, full=FULL, pooled=POOLED, driver=True, apart=0.0, seconds=99.0)
+FOUND = Finding(
+    model="qwen3 Some Model", length=8192, full=FULL, pooled=POOLED, driver=True, apart=0.0, alike=3, seconds=99.0
+)
 
 
 def test_one_sentence_says_what_came_of_it() -> None:
@@ -44,6 +46,7 @@ def test_a_model_that_does_not_know_and_a_short_time_are_told() -> None:
     assert "on 2 of 3 questions" in found.sentence()
     unknown, time = found.remarks()
     assert unknown.startswith("The full cache itself answers 1 of 3:")
+    assert unknown.endswith("A larger model says more.")
     assert time == f"The time was enough for 3 of {QUESTIONS} questions: give more --minutes."
 
 
@@ -53,8 +56,11 @@ def test_the_table_has_both_caches() -> None:
     assert rows["device memory"] == ("400.0 MiB", "100.0 MiB")
     assert rows["right of 24 questions"] == ("20", "20")
     assert rows["logits after exact reading"] == ("-", "the same bits")
-    other = {what: pool for what, _, pool in replace(FOUND, apart=0.0123, driver=False).rows()}
-    assert other["logits after exact reading"] == "0.012 apart at most"
+    apart = replace(FOUND, full=replace(FULL, logits=[0, 0, 0]), apart=0.0123, alike=2, driver=False)
+    other = {what: pool for what, _, pool in apart.rows()}
+    assert other["logits after exact reading"] == "0.012 apart at most; same next token 2 of 3 times"
+    (why,) = apart.remarks()
+    assert "shorter steps than the full cache" in why
     assert other["memory of the process"] == "100.0 MiB"
     assert lines(FOUND)[-1] == FOUND.sentence()
 
