@@ -21,6 +21,7 @@ VERBS = (
     verb("acceptance", plans.Acceptance, "accepting"),
     verb("recall", plans_texts.Recall, "recall"),
     verb("ruler", plans_texts.Ruler, "ruler"),
+    verb("explain", plans_texts.Explain, "explain"),
     verb("longbench", plans_texts.LongBench, "longbench"),
     verb("scores", plans_texts.Scores, "study"),
     verb("faults", plans_texts.Faults, "faults"),

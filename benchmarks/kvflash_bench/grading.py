@@ -82,14 +82,19 @@ def _ask_way(
         model, n_ctx=arm.context, options=options, pool=arm.pool, policy=arm.policy, fields=fields, swa_full=False
     ) as llm:
         frame = frame_of(llm)
-        around = len(_tokens(llm, frame, _prompt(frame, "", ""))) + SEAMS
+        around = tokens_around(llm, frame)
         for context, name, task, index in keys:
             place = context, task, index
             if place not in samples:
                 samples[place] = make(llm, context, around, task, index)
-            kept.add(_ask(llm, frame, samples[place], score, context=context, way=name))
+            kept.add(ask(llm, frame, samples[place], score, context=context, way=name))
             bar.update(1)
         return device_of(llm)
+
+
+def tokens_around(llm: Llama, frame: Frame) -> int:
+    """Return how many tokens a prompt has beside its sample, at most."""
+    return len(_tokens(llm, frame, _prompt(frame, "", ""))) + SEAMS
 
 
 def _prompt(frame: Frame, body: str, lead: str) -> str:
@@ -101,14 +106,14 @@ def _tokens(llm: Llama, frame: Frame, prompt: str) -> list[int]:
     return list(llm.tokenize(prompt.encode(), special=frame.special))
 
 
-def _ask(llm: Llama, frame: Frame, sample: Sample, score: Score, *, context: int, way: str) -> Record:
+def ask(llm: Llama, frame: Frame, sample: Sample, score: Score, *, context: int, way: str) -> Record:
     """Read a sample and have it answered, greedily. A reply ends where it can score no more."""
     frame = Frame() if sample.plain else frame
     prompt = _tokens(llm, frame, _prompt(frame, sample.body, sample.lead))
     began = time.perf_counter()
     llm.reset()
     ids: list[int] = []
-    reply, gold = "", _gold(llm, frame, sample)
+    reply, gold = "", chunks_of(llm, frame, sample)
     missing: set[int] = set()
     never = set(gold)
     for token in llm.generate(prompt, temp=0.0):
@@ -139,8 +144,8 @@ def _ask(llm: Llama, frame: Frame, sample: Sample, score: Score, *, context: int
     )
 
 
-def _gold(llm: Llama, frame: Frame, sample: Sample) -> tuple[int, ...]:
-    """Chunks that hold the sentences with the answers."""
+def chunks_of(llm: Llama, frame: Frame, sample: Sample) -> tuple[int, ...]:
+    """Return the chunks that hold the sentences with the answers, ascending."""
     chunks: set[int] = set()
     for line in sample.gold:
         before = frame.before_document + sample.body.rpartition(line)[0]

@@ -13,6 +13,7 @@ from .options import Bytes, Factors, Fractions, Names, Number, Numbers, Shares
 from .plans import COUNT, DEPTHS, DOCUMENTS, FULL, POLICIES, PREVIEWS, OfText, file
 from .tasks_longbench import read
 from .tasks_ruler import TASKS as RULER
+from .tasks_ruler import WHOLE
 from .verb import Plan, option
 
 ANSWERS = ("pool", "exact", "lossless")
@@ -114,6 +115,32 @@ class Ruler(Graded, OfText):
             raise click.BadParameter(f"{min(unknown)!r} is none of {', '.join(RULER)}", param_hint="--tasks")
         if self.plot is not None:
             plots.check()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explain(OfText):
+    """Tell of one sample of RULER where its answers stand, and whether the pool had them when they were needed.
+
+    The full cache and the pool answer it. A row has a chunk of an answer: its rank among all chunks, its share of
+    attention and whether it was resident, at the prompt's end and at the token of the reply that needed it. A second
+    table has the chunks that the pool had at the prompt's end instead, with their shares and first words.
+    """
+
+    context: int = option("4K", "Tokens of the prompt with its answer.", type=Number())
+    pool: int = option("1K", "Tokens.", type=Number("one pool"))
+    policy: str = option("qk:exact", POLICIES)
+    tau: int | None = option(
+        None, "Tokens between two reselections; beside a GPU it is 64 by default.  [default: the policy's]", type=COUNT
+    )
+    task: str = option("niah_multikey_1", "Of RULER, but for cwe and fwe.")
+    index: int = option(0, "Of the sample.")
+    seed: int = option(0)
+
+    def check(self) -> None:
+        super().check()
+        if self.task not in RULER or self.task in WHOLE:
+            names = ", ".join(name for name in RULER if name not in WHOLE)
+            raise click.BadParameter(f"{self.task!r} is none of {names}", param_hint="--task")
 
 
 @dataclass(frozen=True, kw_only=True)

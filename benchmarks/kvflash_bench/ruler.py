@@ -25,8 +25,7 @@ def run(model: str, plan: Ruler, options: dict[str, Any]) -> None:
     kept = Kept(plan.out, settings_of(model, seed=plan.seed, text=hashlib.sha256(text.encode()).hexdigest()[:16]))
 
     def made(llm: Llama, context: int, around: int, task: str, index: int) -> Sample:
-        source = Source(text, lambda words: len(llm.tokenize(words.encode(), add_bos=False, special=False)))
-        return make(task, source, n_tokens=context, seed=plan.seed, index=index, frame=around)
+        return make(task, source_of(llm, text), n_tokens=context, seed=plan.seed, index=index, frame=around)
 
     asked = [(index, task) for index in range(plan.samples) for task in plan.tasks]
     found, device = ask_all(
@@ -41,3 +40,8 @@ def run(model: str, plan: Ruler, options: dict[str, Any]) -> None:
     if plan.plot is not None:
         plot.ruler(rows, plan.plot, title=Path(model).stem)
     report.told("ruler", model, options | asdict(plan), device, rows=rows, samples=[asdict(record) for record in found])
+
+
+def source_of(llm: Llama, text: str) -> Source:
+    """Return what samples are made of, with the tokens of this model."""
+    return Source(text, lambda words: len(llm.tokenize(words.encode(), add_bos=False, special=False)))
