@@ -79,8 +79,8 @@ class Finding:
         out = []
         if known < KNOWS * asked:
             out.append(
-                f"The full cache itself answers {known} of {asked}: this model says little about a pool at this length. A "
-                "larger model says more."
+                f"The full cache itself answers {known} of {asked}: this model says little about a pool at this length."
+                " A larger model says more."
             )
         if self.apart:
             out.append(
@@ -229,8 +229,8 @@ class Comparison:
         both = list(zip(arm.logits, pooled.logits, strict=True))
         found = Finding(
             model=title, length=arm.speeds[-1].depth, full=arm, pooled=pooled, driver=driver,
-            apart=max(float(abs(a - b).max()) for a, b in both), alike=sum(int(a.argmax() == b.argmax()) for a, b in both),
-            seconds=self._gone(),
+            apart=max(float(abs(a - b).max()) for a, b in both),
+            alike=sum(int(a.argmax() == b.argmax()) for a, b in both), seconds=self._gone(),
         )  # fmt: skip
         return found, self._machine()
 
