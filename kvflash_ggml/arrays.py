@@ -1,7 +1,8 @@
-"""Arrays by what they hold, room for bytes, and what two texts have in common."""
+"""Arrays by what they hold, room for bytes, addresses, and what two texts have in common."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,11 @@ def room_for(size: int) -> memoryview:
     file into it.
     """
     return np.empty(size, np.uint8).data
+
+
+def address(pointer: Any) -> int:
+    """Return where a pointer of llama_cpp's points to; 0 for a null pointer."""
+    return ctypes.cast(pointer, ctypes.c_void_p).value or 0
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:

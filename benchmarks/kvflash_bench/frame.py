@@ -8,6 +8,7 @@ from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.llama.llama import Llama
+from kvflash_ggml.native import vocabulary
 
 from .asks import Frame
 
@@ -22,7 +23,8 @@ def frame_of(llm: Llama) -> Frame:
     template = llm.metadata.get("tokenizer.chat_template")
     if template is None:
         return Frame()
-    bos, eos = (llm._model.token_get_text(t) if t != -1 else "" for t in (llm.token_bos(), llm.token_eos()))
+    vocab = vocabulary.of(llm.model)
+    bos, eos = (vocabulary.name(vocab, token) for token in (llm.token_bos(), llm.token_eos()))
     messages = [{"role": "user", "content": _MARK}]
     try:
         formatter = Jinja2ChatFormatter(template=template, bos_token=bos, eos_token=eos)
@@ -33,7 +35,7 @@ def frame_of(llm: Llama) -> Frame:
     before, mark, after = text.partition(_MARK)
     if not mark or _MARK in after:
         raise ConfigError("the chat template of this model does not show the user's message once; use other tasks")
-    if llama_cpp.llama_vocab_get_add_bos(llm._model.vocab):
+    if llama_cpp.llama_vocab_get_add_bos(vocab):
         before = before.removeprefix(bos)  # the tokenizer adds it
     return Frame(
         before_document=before,

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
-import llama_cpp
 
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.constants import CHUNK
+from kvflash_ggml.native import vocabulary
 
 from . import outcomes
 from .asks import Frame
@@ -122,7 +122,7 @@ def ask(llm: Llama, frame: Frame, sample: Sample, score: Score, *, context: int,
             if len(ids) == 1:
                 missing = set(gold) - resident
             never -= resident
-        if llama_cpp.llama_vocab_is_eog(llm._model.vocab, token):
+        if vocabulary.is_end(vocabulary.of(llm.model), token):
             break
         ids.append(int(token))
         reply = llm.detokenize(ids).decode("utf-8", "replace")

@@ -16,6 +16,7 @@ from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.llama.llama import Llama
 from kvflash_ggml.llama.preview import FIRST, LAST, STRIDE, best, passages
 from kvflash_ggml.policy.drafter import TargetReader
+from kvflash_ggml.runtime.model import weights_of
 
 Pick = Callable[[Sequence[int]], Int64s]
 """From a prompt to the positions that are read, in order."""
@@ -32,7 +33,7 @@ def pick_of(llm: Llama, share: float | None, drafter: Path | None) -> Iterator[P
     elif drafter is None:
         yield lambda prompt: passages(np.asarray(prompt, np.int32), int(share * len(prompt)))
     else:
-        settings = {"beside": llm._model, "n_ctx": llm.n_ctx(), "settings": llm.context_params}
+        settings = {"beside": weights_of(llm), "n_ctx": llm.n_ctx(), "settings": llm.context_params}
         offload, repack = llm.model_params.n_gpu_layers != 0, llm.model_params.use_extra_bufts
         with closing(drafters.load(drafter, offload=offload, repack=repack, **settings)) as reader:
             yield lambda prompt: looked_at(reader, np.asarray(prompt, np.int32), int(share * len(prompt)))

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-import llama_cpp
 import numpy as np
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.llama.llama import Llama
+from kvflash_ggml.native import vocabulary
 
 from . import outcomes as results
 from . import plot, report
@@ -223,7 +223,7 @@ def _answer(llm: Llama, ask: Ask, gold: Sequence[int]) -> tuple[str, int, float,
     reply = ""
     while len(ids) < MAX_NEW and not ask.is_settled(reply):
         ids.append(int(np.argmax(llm.newest_logits())))
-        if llama_cpp.llama_vocab_is_eog(llm._model.vocab, ids[-1]):
+        if vocabulary.is_end(vocabulary.of(llm.model), ids[-1]):
             break
         began = time.perf_counter()
         llm.eval(ids[-1:])

@@ -11,6 +11,7 @@ import click
 import numpy as np
 import numpy.typing as npt
 
+from kvflash_ggml.arrays import address
 from kvflash_ggml.policy.qk import QKScorer
 
 from . import report
@@ -166,15 +167,15 @@ def _finish(llm: Llama) -> npt.NDArray[np.float32]:
 
 def _full_kv(llm: Llama) -> float:
     from kvflash_ggml.placement.sizing import slot_size
+    from kvflash_ggml.runtime.model import weights_of
 
-    return float(slot_size(llm._model, llm.context_params) * llm.n_ctx())
+    return float(slot_size(weights_of(llm), llm.context_params) * llm.n_ctx())
 
 
 def _used(llm: Llama) -> int:
     from kvflash_ggml.placement import memory
-    from kvflash_ggml.placement.sizing import address
 
-    *devices, host = memory.of_model(address(llm._model))
+    *devices, host = memory.of_model(address(llm.model))
     return sum(device.total - device.free for device in devices or [host])
 
 

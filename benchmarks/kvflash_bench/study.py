@@ -21,6 +21,7 @@ from kvflash_ggml.llama.llama import Llama
 from kvflash_ggml.policy.base import REGISTRY, Keys, KeyShape, Pairs, Scorer, ScoreRequest
 from kvflash_ggml.policy.heads import every_head, newest
 from kvflash_ggml.policy.qk import QKScorer
+from kvflash_ggml.runtime.model import weights_of
 from kvflash_ggml.state.session import Row
 
 from . import (
@@ -194,7 +195,7 @@ def _heads(llm: Llama) -> Pairs | None:
     """The retrieval heads of the model, found now."""
     session = session_of(llm)
     assert session is not None
-    found = calibrate(llm._model, model_id=of_llama(llm), settings=llm.context_params)
+    found = calibrate(weights_of(llm), model_id=of_llama(llm), settings=llm.context_params)
     return found.among([layer.il for layer in session.engine.layers])
 
 

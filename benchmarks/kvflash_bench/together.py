@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvflash_ggml.constants import CHUNK, round_up
-from kvflash_ggml.llama.opening import texts_of
+from kvflash_ggml.llama.serving import texts_of
 from kvflash_ggml.sequence import together
 from kvflash_ggml.sequence.step import LAST
 

@@ -96,9 +96,7 @@ class LlamaModel:
     def __init__(self, llm: Llama, at_hand: tuple[Saver, PoolStats] | None = None) -> None:
         if llm.kvflash is None:
             raise KVFlashError("a server parks conversations in a pool: make the Llama with kvflash=")
-        import llama_cpp  # here, as below: a fake model needs no llama_cpp
-
-        from ..llama.opening import texts_of
+        from ..llama.serving import texts_of
 
         found = [at_hand] if at_hand is not None else texts_of(llm)
         self._saver, self._stats = found[0]
@@ -116,8 +114,7 @@ class LlamaModel:
         self.step_rows = min(MAX_ROWS, len(sequence.engine.token))
         self.stateful = self._stats.stateful
         self._speculator, self._drafts = self.text.speculator, True  # _drafts: of the newest request
-        vocab = model.weights.vocab
-        self._is_eog: Callable[[int], bool] = lambda token: bool(llama_cpp.llama_vocab_is_eog(vocab, token))
+        self._is_end = partial(vocabulary.is_end, model.weights.vocab)
         self._watch = ResidencyObserver(self._stats.reasons)
         self._stats.watch(self._watch)
         self._pieces: dict[int, tuple[bytes, bool]] = {}
@@ -280,7 +277,7 @@ class LlamaModel:
         cached = self._pieces.get(token)
         if cached is None:
             piece = bytes(self.text.model.weights.detokenize([token])) if token >= 0 else b""  # a row of an image
-            cached = self._pieces[token] = (piece, self._is_eog(token))
+            cached = self._pieces[token] = (piece, self._is_end(token))
         return cached
 
     def logprob(self, token: int, top: int) -> Logprob:

@@ -21,6 +21,8 @@ from ..policy.heads import as_heads, every_head
 from ..snapshot.fingerprint import ROPE, ModelFile
 
 if TYPE_CHECKING:
+    from llama_cpp import Llama, llama_context_params
+
     from .measure import Measured
 
 KIND = "kvflash retrieval heads"
@@ -57,8 +59,8 @@ class ModelId:
     title: str
 
 
-def of_llama(llm: Any) -> ModelId:
-    """Return the identity of a model. llm: a `llama_cpp.Llama`. OSError or SnapshotError if its file is gone or was
+def of_llama(llm: Llama) -> ModelId:
+    """Return the identity of a model. OSError or SnapshotError if its file is gone or was
     replaced.
     """
     identity = ModelFile(llm.model_path).identity()
@@ -68,12 +70,12 @@ def of_llama(llm: Any) -> ModelId:
     return ModelId(identity, _title(llm.metadata, llm.n_vocab()))
 
 
-def rope(settings: Any) -> dict[str, Any]:
+def rope(settings: llama_context_params) -> dict[str, Any]:
     """Return the encoding of positions, as fields of llama_context_params."""
     return {name: getattr(settings, name) for name in ROPE}
 
 
-def _changed_settings(llm: Any) -> list[tuple[str, object]]:
+def _changed_settings(llm: Llama) -> list[tuple[str, object]]:
     """Return the settings beside the file: RoPE settings other than usual, and metadata that overrides the file's."""
     usual = inspect.signature(type(llm).__init__).parameters
     encoding = [(name, value) for name, value in rope(llm.context_params).items() if value != usual[name].default]

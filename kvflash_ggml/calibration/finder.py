@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread, current_thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import CalibrationError, ConfigError, SnapshotError
 from ..logs import Progress
@@ -19,6 +19,9 @@ from ..sequence.sequence import Sequence
 from .choice import Calibration, heads_file, load, of_llama, save
 
 if TYPE_CHECKING:
+    from llama_cpp import Llama
+    from llama_cpp._internals import LlamaModel
+
     from .measure import Eta
 
 logger = logging.getLogger("kvflash_ggml")
@@ -30,13 +33,13 @@ BUSY = 5.0
 class HeadFinder:
     """The retrieval heads of one model. All heads count until they are known.
 
-    llm: the `llama_cpp.Llama` of the sequence. given: a file of heads (ConfigError if it does not fit), or None to find
-    them. OSError or SnapshotError if the model's file cannot be read again.
+    llm: the one of the sequence; model: its weights. given: a file of heads (ConfigError if it does not fit), or None
+    to find them. OSError or SnapshotError if the model's file cannot be read again.
     """
 
-    def __init__(self, llm: Any, session: Sequence, *, given: Path | None) -> None:
+    def __init__(self, llm: Llama, model: LlamaModel, session: Sequence, *, given: Path | None) -> None:
         self._session = session
-        self._model = llm._model
+        self._model = model
         self._settings = llm.context_params
         self._model_id = of_llama(llm)
         self._layers = [layer.il for layer in session.engine.layers]
@@ -214,16 +217,13 @@ class HeadFinder:
             progress(done, total)
 
 
-def open_finder(llm: Any, session: Sequence, scorer: Scorer | None) -> HeadFinder | None:
-    """Return a finder where the policy can restrict itself to some heads, else None.
-
-    llm: the `llama_cpp.Llama` of the sequence.
-    """
+def open_finder(llm: Llama, model: LlamaModel, session: Sequence, scorer: Scorer | None) -> HeadFinder | None:
+    """Return a finder where the policy can restrict itself to some heads, else None. llm, model: as of `HeadFinder`."""
     given = session.config.calibrate
     if given is False or session.scoring is None or not isinstance(scorer, Selective):
         return None
     try:
-        return HeadFinder(llm, session, given=None if given is True else given)
+        return HeadFinder(llm, model, session, given=None if given is True else given)
     except (OSError, SnapshotError) as err:
         logger.warning("all heads count for the policy: the model's file cannot be read again: %s", err)
         return None

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Sequence
 from threading import Event
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..arrays import Floats, Int32s
+from ..arrays import Floats, Int32s, address
 from ..errors import CalibrationError, KVFlashError
 from ..logs import Progress
 from ..native import vocabulary
@@ -18,6 +17,10 @@ from ..placement import memory
 from ..sequence.sidecar import Sidecar
 from .choice import Calibration, ModelId, choose, rope
 from .measure import QUESTION_ROWS, TOKENS, measure
+
+if TYPE_CHECKING:
+    from llama_cpp import llama_context_params
+    from llama_cpp._internals import LlamaModel
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -39,17 +42,17 @@ class Stopped(Exception):
 
 
 def calibrate(
-    model: Any,
+    model: LlamaModel,
     *,
     model_id: ModelId,
-    settings: Any,
+    settings: llama_context_params,
     progress: Progress = lambda done, total: None,
     stop: Event | None = None,
 ) -> Calibration:
     """Find the retrieval heads of a model.
 
-    model: a llama_cpp LlamaModel. model_id: its identity. settings: llama_context_params for the number of threads, and
-    for the encoding of positions. progress: tokens done, and in all, at every step.
+    model_id: its identity. settings: for the number of threads, and the encoding of positions. progress: tokens done,
+    and in all, at every step.
 
     CalibrationError if the model cannot be calibrated. Stopped once `stop` is set.
     """
@@ -87,11 +90,11 @@ def calibrate(
         side.close()
 
 
-def _check_room(model: Any, settings: Any) -> None:
+def _check_room(model: LlamaModel, settings: llama_context_params) -> None:
     """Raise MemoryError where a device has so little left that llama.cpp might end the process in the middle of a
     step.
     """
-    *devices, _ = memory.of_model(ctypes.cast(model.model, ctypes.c_void_p).value or 0)
+    *devices, _ = memory.of_model(address(model.model))
     *shares, _ = Sidecar.slot_shares(model, settings)
     for device, share in zip(devices, shares, strict=True):
         needed = DEVICE_BYTES + (TOKENS + ROOM) * share + STEP * 4 * model.n_vocab()
@@ -135,7 +138,7 @@ class SidecarReader:
             self._side.read(tokens, progress=lambda done, _: self._check(self._done + done, self._total))
 
 
-def _tokenize(model: Any, text: str, lacking: frozenset[bytes] | None) -> list[int]:
+def _tokenize(model: LlamaModel, text: str, lacking: frozenset[bytes] | None) -> list[int]:
     try:
         vocabulary.check(text.encode(), lacking)
         return list(model.tokenize(text.encode(), add_bos=False, special=False))

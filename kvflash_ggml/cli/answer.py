@@ -9,10 +9,13 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .options import SamplingOptions
 from .terminal import Progress
+
+if TYPE_CHECKING:
+    from ..llama.llama import Llama
 
 Message = dict[str, Any]
 
@@ -59,8 +62,8 @@ class Meter:
         self.start = self.first = self.last = time.perf_counter()
 
     @contextmanager
-    def attached(self, llm: Any) -> Iterator[None]:
-        original = llm.generate
+    def attached(self, llm: Llama) -> Iterator[None]:
+        original, wrapped = llm.generate, vars(llm)
 
         def generate(tokens: Any, *args: Any, **kwargs: Any) -> Iterator[int]:
             self.prompt_tokens = len(tokens)
@@ -75,11 +78,11 @@ class Meter:
                     self.generated += 1
                     yield token
 
-        llm.generate = generate
+        wrapped["generate"] = generate
         try:
             yield
         finally:
-            del llm.generate
+            del wrapped["generate"]
 
 
 class StopAnswer(KeyboardInterrupt):
@@ -123,7 +126,7 @@ class Interrupt:
 
 
 def ask(
-    llm: Any,
+    llm: Llama,
     request: str | list[Message],
     *,
     sampling: SamplingOptions,
@@ -181,7 +184,7 @@ def ask(
     )
 
 
-def finish_preview(llm: Any, *, shown: bool) -> None:
+def finish_preview(llm: Llama, *, shown: bool) -> None:
     """Prefill the whole prompt that a preview has answered, if there is one. Ctrl-C ends it; what was read stays."""
     with Interrupt() as interrupt, Progress(shown=shown, doing="reading the prompt whole") as progress:
 
@@ -198,14 +201,14 @@ def finish_preview(llm: Any, *, shown: bool) -> None:
             llm.kvflash_progress = None
 
 
-def _known(llm: Any, tokens: Any) -> int:
+def _known(llm: Llama, tokens: Any) -> int:
     """Guess how many leading tokens the model knows; progress reports correct it."""
     pairs = zip(llm.input_ids[: llm.n_tokens], tokens, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(llm.n_tokens, len(tokens)))
 
 
 def _stream(
-    llm: Any, request: str | list[Message], sampling: SamplingOptions, seed: int
+    llm: Llama, request: str | list[Message], sampling: SamplingOptions, seed: int
 ) -> Generator[tuple[str, str | None]]:
     settings: dict[str, Any] = {
         "stream": True,
@@ -213,7 +216,8 @@ def _stream(
         "seed": seed,
     }
     if isinstance(request, str):
-        with closing(llm.create_completion(request, **settings)) as chunks:
+        pieces: Any = llm.create_completion(request, **settings)
+        with closing(pieces) as chunks:
             for chunk in chunks:
                 choice = chunk["choices"][0]
                 yield choice["text"], choice["finish_reason"]

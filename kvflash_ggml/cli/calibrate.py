@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,6 +19,9 @@ from .options import DeviceOptions, LogOptions, WeightOptions, device_options, l
 from .report import say
 from .sections import HELP, MODEL_FILE, SectionCommand, option
 from .terminal import Progress, note, stderr_is_terminal
+
+if TYPE_CHECKING:
+    from ..llama.llama import Llama
 
 _result = option("Result")
 
@@ -101,16 +104,17 @@ def _check_place(save: Path | None) -> None:
 def _find(model: str, loading: WeightOptions, devices: DeviceOptions, log: LogOptions) -> Calibration:
     from ..calibration.choice import of_llama
     from ..calibration.run import calibrate as find
+    from ..runtime.model import weights_of
 
     shown = stderr_is_terminal() and not log.quiet
     with (
         Progress(shown=shown, doing="asking the model") as progress,
         load_model(model, loading=loading, devices=devices, verbose=log.verbose) as llm,
     ):
-        return find(llm._model, model_id=of_llama(llm), settings=llm.context_params, progress=progress.update)
+        return find(weights_of(llm), model_id=of_llama(llm), settings=llm.context_params, progress=progress.update)
 
 
-def finish(llm: Any, *, shown: bool) -> None:
+def finish(llm: Llama, *, shown: bool) -> None:
     """Wait for the calibration behind an answer. Ctrl-C leaves it, and the answer stays."""
     if llm.kvflash is None:
         return

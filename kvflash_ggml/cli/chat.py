@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -28,6 +28,9 @@ from .terminal import (
     typed_lines_kept,
 )
 
+if TYPE_CHECKING:
+    from ..llama.llama import Llama
+
 HELP = """\
 /exit       leave (so does Ctrl-D)
 /clear      forget the conversation
@@ -47,7 +50,7 @@ class Chat:
 
     def __init__(
         self,
-        llm: Any,
+        llm: Llama,
         *,
         sampling: SamplingOptions,
         output: OutputOptions,

@@ -207,9 +207,11 @@ class Comparison:
 
         KVFlashError if the model cannot have a pool, or the machine cannot hold its shortest context.
         """
+        import llama_cpp  # here: it loads the library
+
         with self._open(checking.PROBE + ROOM, kvflash=KVFlashConfig(pool=2048, calibrate=False)) as llm:
             title, heads = of_llama(llm).title, heads_file(of_llama(llm).identity)
-            pace, most = checking.pace_of(llm), llm._model.n_ctx_train()
+            pace, most = checking.pace_of(llm), llama_cpp.llama_model_n_ctx_train(llm.model)
         left = self._seconds - self._gone()
         tries = checking.lengths(pace, left, most=most, calibrates=not heads.exists())
         about = self._gone() + pace.seconds(tries[0], calibrates=not heads.exists())

@@ -7,13 +7,17 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..calibration import documents
 from ..constants import CHUNK
 from ..errors import ConfigError
+from ..native import vocabulary
 from .model import has_chat_template
 from .terminal import ReadingTime
+
+if TYPE_CHECKING:
+    from ..llama.llama import Llama
 
 LENGTHS = (65536, 32768, 16384, 8192, 4096, 2048, 1024)
 """Tokens of the text that is read, the longest one that the time and the model allow."""
@@ -108,7 +112,7 @@ class FactText:
     asks: list[tuple[list[int], str]]
 
 
-def compose(llm: Any, length: int) -> FactText:
+def compose(llm: Llama, length: int) -> FactText:
     """Return a text of about `length` tokens with its questions, in the model's chat template if it has one."""
 
     def tokenize(text: str) -> list[int]:
@@ -130,14 +134,15 @@ def compose(llm: Any, length: int) -> FactText:
 _MARK = "KVFLASH TEXT"
 
 
-def _frame(llm: Any) -> tuple[str, str | None]:
+def _frame(llm: Llama) -> tuple[str, str | None]:
     """What the chat template puts before and after a message. After is None without a template that can be used."""
     if not has_chat_template(llm):
         return "", None
     from ..chat.templates import ChatTemplate
     from ..chat.values import ChatInput
 
-    bos, eos = (_text(llm, token) for token in (llm.token_bos(), llm.token_eos()))
+    vocab = vocabulary.of(llm.model)
+    bos, eos = (vocabulary.name(vocab, token) for token in (llm.token_bos(), llm.token_eos()))
     asked = ChatInput(messages=[{"role": "user", "content": _MARK}], enable_thinking=False)
     try:
         prompt = ChatTemplate(llm.metadata["tokenizer.chat_template"], bos=bos, eos=eos).render(asked).prompt
@@ -147,12 +152,8 @@ def _frame(llm: Any) -> tuple[str, str | None]:
     return (before, after) if mark else ("", None)
 
 
-def _text(llm: Any, token: int) -> str:
-    return "" if token == -1 else str(llm._model.token_get_text(token))
-
-
-def _begins_with_bos(llm: Any, text: str) -> bool:
-    bos = _text(llm, llm.token_bos())
+def _begins_with_bos(llm: Llama, text: str) -> bool:
+    bos = vocabulary.name(vocabulary.of(llm.model), llm.token_bos())
     return bool(bos) and text.startswith(bos)
 
 
@@ -161,7 +162,7 @@ def is_right(reply: str, value: str) -> bool:
     return re.search(rf"\b{re.escape(value)}\b", reply, re.IGNORECASE) is not None
 
 
-def measure(llm: Any, text: FactText, length: int, *, more: Callable[[int], bool], taken: Callable[[], int]) -> Arm:
+def measure(llm: Llama, text: FactText, length: int, *, more: Callable[[int], bool], taken: Callable[[], int]) -> Arm:
     """Read the text, answer at each depth and answer the questions.
 
     more: called with the number of questions that were asked, to see whether another one is. taken: bytes of memory
@@ -193,15 +194,14 @@ def measure(llm: Any, text: FactText, length: int, *, more: Callable[[int], bool
     return arm
 
 
-def _reply(llm: Any, prompt: list[int], value: str) -> str:
+def _reply(llm: Llama, prompt: list[int], value: str) -> str:
     """Return a greedy answer, up to where it has the value or ends."""
-    import llama_cpp
-
+    vocab = vocabulary.of(llm.model)
     ids: list[int] = []
     reply = ""
     with closing(llm.generate(prompt, temp=0.0)) as stream:
         for token in stream:
-            if llama_cpp.llama_vocab_is_eog(llm._model.vocab, token):
+            if vocabulary.is_end(vocab, token):
                 break
             ids.append(token)
             reply = llm.detokenize(ids).decode("utf-8", "replace")
@@ -210,7 +210,7 @@ def _reply(llm: Any, prompt: list[int], value: str) -> str:
     return reply
 
 
-def pace_of(llm: Any) -> MachinePace:
+def pace_of(llm: Llama) -> MachinePace:
     """Read a short text and answer, to see how fast this machine is."""
     pace, text = MachinePace(), compose(llm, PROBE).tokens
     began = time.perf_counter()

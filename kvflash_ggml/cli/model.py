@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -21,6 +21,9 @@ from ..errors import KVFlashError, LibraryError, RemoteError
 from ..native import library
 from .child import check_first_run
 from .options import DeviceOptions, LogOptions, OpeningOptions, WeightOptions
+
+if TYPE_CHECKING:
+    from ..llama.llama import Llama
 
 _CONTEXT_FULL = "exceed context window"
 
@@ -121,7 +124,7 @@ def gpu_layers(loading: WeightOptions) -> int:
     return layers
 
 
-def has_chat_template(llm: Any) -> bool:
+def has_chat_template(llm: Llama) -> bool:
     return any(name.startswith("tokenizer.chat_template") for name in llm.metadata)
 
 

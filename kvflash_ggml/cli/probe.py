@@ -16,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..arrays import address
 from ..constants import CHUNK
 from ..errors import ConfigError, UnsupportedModelError
 from ..native import library, trial
@@ -156,9 +157,6 @@ def take(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     from ..native import measure
     from ..placement import memory
 
-    def address(pointer: Any) -> int:
-        return ctypes.cast(pointer, ctypes.c_void_p).value or 0
-
     before = memory.devices()
     try:
         llm = Llama(model, kvflash=KVFlashConfig(reading="pool", calibrate=False), **settings)
@@ -168,9 +166,8 @@ def take(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         n_ubatch = llm.context_params.n_ubatch
         llm.eval([token % llm.n_vocab() for token in range(n_ubatch)])
         llm.eval([0])
-        counted = measure.taken(address(llm._ctx.ctx), address(llm._model.model))
-        sequence = llm._at_hand.sequence
-        staging = {} if sequence is None else {x.name: x.staging_bytes for x in sequence.engine.info.devices}
+        counted = measure.taken(address(llm.ctx), address(llm.model))
+        staging = {} if llm.kvflash is None else {x.name: x.staging_bytes for x in llm.kvflash.devices}
         return {"n_ubatch": n_ubatch, "devices": lost(before, memory.devices(), counted, staging)}
 
 

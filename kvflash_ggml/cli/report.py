@@ -17,6 +17,7 @@ from ..errors import DoesNotFit, KVFlashError, LibraryError
 from ..native import library
 
 if TYPE_CHECKING:
+    from ..llama.llama import Llama
     from .answer import Answer
 
 DOES_NOT_FIT = 3
@@ -81,11 +82,12 @@ def closing_line(answer: Answer, stats: Any) -> str:
 
 
 @contextmanager
-def recorded(llm: Any, path: Path | None, *, title: str) -> Iterator[None]:
+def recorded(llm: Llama, path: Path | None, *, title: str) -> Iterator[None]:
     """Record which chunks are resident when, and write that to `path` at the end, after errors too. Not for None."""
     if path is None:
         yield
         return
+    assert llm.kvflash is not None
     trace = llm.kvflash.record()
     try:
         yield

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -41,6 +41,9 @@ from .report import dry_run as say_what_goes_where
 from .sections import HELP, MODEL_FILE, SectionCommand, collected
 from .terminal import busy, end_answer, note, print_piece, size_text, stderr_is_terminal, stdin_is_terminal
 
+if TYPE_CHECKING:
+    from ..llama.llama import Llama
+
 
 class SessionFile:
     """The file of --snapshot. options: None, or without a file: every method does nothing then."""
@@ -70,7 +73,7 @@ class SessionFile:
             if self._compress:
                 codec.require()
 
-    def load(self, llm: Any) -> None:
+    def load(self, llm: Llama) -> None:
         """Restore the session in the file, if there was one. KVFlashError if it is of another model."""
         if self._path is None or not self._there:
             return
@@ -82,7 +85,7 @@ class SessionFile:
         self._restored = {"tokens": count, "seconds": round(seconds, 6)}
         self._say(f"kvflash: restored {count} tokens from {self._path} in {seconds:.2f} s")
 
-    def save(self, llm: Any) -> None:
+    def save(self, llm: Llama) -> None:
         """Save the session if it has changed. KVFlashError if that fails; the old file stays then."""
         if self._path is None or self._only_read or _tokens(llm) == self._tokens:
             return
@@ -117,7 +120,7 @@ def _another_file() -> Iterator[None]:
         raise SnapshotError(f"{error}: give another file with --snapshot, or delete this one") from error
 
 
-def _tokens(llm: Any) -> list[int]:
+def _tokens(llm: Llama) -> list[int]:
     return list(llm.input_ids[: llm.n_tokens])
 
 
@@ -291,7 +294,7 @@ def run(
         raise KeyboardInterrupt
 
 
-def _say_how_it_was_loaded(llm: Any) -> None:
+def _say_how_it_was_loaded(llm: Llama) -> None:
     """Note how the model was loaded, with a pool or where fitting has decided something."""
     if llm.kvflash is not None:
         note(llm.kvflash.banner())
@@ -300,7 +303,7 @@ def _say_how_it_was_loaded(llm: Any) -> None:
 
 
 @logs.held()
-def _answer(llm: Any, request: str | list[Message], sampling: SamplingOptions, output: OutputOptions) -> Answer:
+def _answer(llm: Llama, request: str | list[Message], sampling: SamplingOptions, output: OutputOptions) -> Answer:
     streaming = output.stream and not output.as_json
     answer = ask(
         llm,
@@ -315,7 +318,7 @@ def _answer(llm: Any, request: str | list[Message], sampling: SamplingOptions, o
     return answer
 
 
-def _use_template(llm: Any, conversation: bool | None, *, chatting: bool, system: str | None) -> bool:
+def _use_template(llm: Llama, conversation: bool | None, *, chatting: bool, system: str | None) -> bool:
     if conversation is False:
         return False
     if has_chat_template(llm):

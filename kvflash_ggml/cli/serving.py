@@ -208,9 +208,9 @@ def serve_model(
             llm.set_cache(replace(cache, memory_bytes=0))  # in memory there are the parked ones
         embedder, server = None, job.server
         if server.embedding():
-            from ..llama.embedding import Embedder
+            from ..llama.serving import embedder_of
 
-            embedder = Embedder(llm, pooling="rank" if server.reranking else server.pooling)
+            embedder = embedder_of(llm, pooling="rank" if server.reranking else server.pooling)
             if not log.quiet:
                 what = "reranking" if server.reranking else f"embeddings, pooling {embedder.pooling}"
                 note(f"{what}: texts of up to {embedder.most:,} tokens, a context of {size_text(embedder.bytes)}")

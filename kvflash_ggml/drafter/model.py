@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from ..arrays import Floats, Int32s
 from ..config import KVFlashConfig
 from ..errors import ConfigError, DecodeError, SnapshotError, UnsupportedModelError
 from ..gguf import purpose, reader
-from ..native import measure
+from ..native import measure, vocabulary
 from ..policy.crosstok import TextReader, token_scores
 from ..policy.drafter import NAME, QUERY_ROWS, DrafterScorer, TargetReader, TokenReader
 from ..policy.heads import boost_successors, every_head, softmax_max
@@ -106,26 +105,27 @@ def reserve_bytes(path: Path | None) -> int:
     return 0 if path is None else path.stat().st_size + COMPUTE_BYTES
 
 
-def make_scorer(llm: Any, path: Path, *, idle: int) -> DrafterScorer:
-    """Return the policy `drafter` for a Llama. It loads the drafter for its first score. idle: see DrafterScorer."""
-    read = partial(
-        load,
-        path,
-        beside=llm._model,
-        n_ctx=llm.n_ctx(),
-        offload=llm.model_params.n_gpu_layers != 0,
-        repack=llm.model_params.use_extra_bufts,
-        settings=llm.context_params,
-    )
+def make_scorer(
+    path: Path, beside: internals.LlamaModel, weights: llama_cpp.llama_model_params,
+    settings: llama_cpp.llama_context_params, *, n_ctx: int, idle: int,
+) -> DrafterScorer:  # fmt: skip
+    """Return the policy `drafter` for a target. It loads the drafter for its first score.
+
+    weights: the parameters that the target was loaded with. idle: see DrafterScorer; the others: see `load`.
+    """
+    offload, repack = weights.n_gpu_layers != 0, weights.use_extra_bufts
+    read = partial(load, path, beside=beside, n_ctx=n_ctx, offload=offload, repack=repack, settings=settings)
     return DrafterScorer(read, source=str(path), idle=idle)
 
 
-def load(path: Path, *, beside: Any, n_ctx: int, offload: bool, repack: bool, settings: Any) -> TargetReader:
+def load(
+    path: Path, *, beside: internals.LlamaModel, n_ctx: int, offload: bool, repack: bool,
+    settings: llama_cpp.llama_context_params,
+) -> TargetReader:  # fmt: skip
     """Load a drafter for the text of a target.
 
-    beside: the target's llama_cpp LlamaModel, which must outlive the reader. n_ctx: the target's context. offload: use
-    the device. repack: pack weights for the CPU's kernels. settings: the target's llama_context_params, for the number
-    of threads.
+    beside: the target, which must outlive the reader. n_ctx: the target's context. offload: use the device. repack:
+    pack weights for the CPU's kernels. settings: the target's, for the number of threads.
 
     Raises the errors of llama.cpp's wrappers and of the engine if the model cannot be loaded or cannot run in a pool.
     """
@@ -146,7 +146,9 @@ class SmallModel:
     Sealed chunks are copied to the host, where their keys can be scored beside the device's compute.
     """
 
-    def __init__(self, path: Path, *, n_ctx: int, offload: bool, repack: bool, settings: Any) -> None:
+    def __init__(
+        self, path: Path, *, n_ctx: int, offload: bool, repack: bool, settings: llama_cpp.llama_context_params
+    ) -> None:
         self._file = ModelFile(path)
         with ExitStack() as stack:
             params = llama_cpp.llama_model_default_params()
@@ -228,16 +230,9 @@ def same_vocabulary(target: Any, drafter: Any, *, apart: int = 0) -> bool:
     return all(text(target, token) == text(drafter, token) for token in range(min(count, known)))
 
 
-def _text_reader(drafter: SmallModel, target: Any) -> TextReader:
+def _text_reader(drafter: SmallModel, target: internals.LlamaModel) -> TextReader:
     model = drafter.model
-
-    @cache
-    def decode(token: int) -> bytes:
-        return piece(target, token)
-
-    @cache
-    def spell(token: int) -> bytes:
-        return piece(model, token)
+    decode, spell = (cache(partial(vocabulary.piece, one.vocab, special=False)) for one in (target, model))
 
     def encode(text: bytes) -> list[int]:
         tokens = list(model.tokenize(text, add_bos=False, special=False))
@@ -247,13 +242,3 @@ def _text_reader(drafter: SmallModel, target: Any) -> TextReader:
 
     opening = [model.token_bos()] if model.add_bos_token() else []
     return TextReader(drafter, decode=decode, encode=encode, spell=spell, opening=opening)
-
-
-def piece(model: Any, token: int) -> bytes:
-    """Return the bytes of a token alone; none for a special token."""
-    buffer = ctypes.create_string_buffer(32)
-    size = llama_cpp.llama_token_to_piece(model.vocab, token, buffer, len(buffer), 0, False)
-    if size < 0:
-        buffer = ctypes.create_string_buffer(-size)
-        size = llama_cpp.llama_token_to_piece(model.vocab, token, buffer, len(buffer), 0, False)
-    return buffer.raw[:size]

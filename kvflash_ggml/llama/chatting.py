@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 
 from ..errors import ConfigError
+from ..native import vocabulary
 from ..notation import stop_texts
 from . import asked
 from .preview import refuse
@@ -62,10 +63,11 @@ def _tell(ignored: Sequence[str]) -> None:
 
 
 class Chatting:
-    """Answers chats with tools for one model. llm: a Llama."""
+    """Answers chats with tools for one model. previews: it answers long prompts from a part of them."""
 
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
+    def __init__(self, llm: llama_cpp.Llama, *, previews: bool) -> None:
+        self._llm, self._previews = llm, previews
+        self._vocab = vocabulary.of(llm.model)
 
     def answer(self, settings: Mapping[str, Any]) -> Any:
         """What a call of `create_chat_completion` with these keywords returns. None where upstream's handler answers.
@@ -78,12 +80,14 @@ class Chatting:
         given = bound.arguments
         source = llm.metadata.get("tokenizer.chat_template")
         tools = given["tools"] and given["tool_choice"] != "none" and not any(given[name] for name in _ELSEWHERE)
-        if llm._previews is not None and (given["tools"] or given["functions"]):
+        if self._previews and (given["tools"] or given["functions"]):
             refuse("tools")
         if not tools or source is None or llm.chat_handler is not None:
             return None
         asked.check_messages(given["messages"])
-        template = _template(source, self._text_of(llm.token_bos()), self._text_of(llm.token_eos()))
+        template = _template(
+            source, *(vocabulary.name(self._vocab, token) for token in (llm.token_bos(), llm.token_eos()))
+        )
         rendered = template.render(_requested(given))
         _tell(rendered.ignored)
         made: dict[str, Any] = {
@@ -94,11 +98,8 @@ class Chatting:
         }
         return self._chunks(rendered, made) if given["stream"] else self._whole(rendered, made)
 
-    def _text_of(self, token: int) -> str:
-        return str(self._llm._model.token_get_text(token)) if token != -1 else ""
-
     def _prompt_of(self, rendered: Rendered) -> list[int]:
-        bos = self._text_of(self._llm.token_bos())
+        bos = vocabulary.name(self._vocab, self._llm.token_bos())
         adds = not (bos and rendered.prompt.startswith(bos))
         tokens: list[int] = self._llm.tokenize(rendered.prompt.encode("utf-8", "replace"), add_bos=adds, special=True)
         return tokens

@@ -7,15 +7,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import llama_cpp
-
+from ..arrays import address
 from ..config import MTP, NGRAM, KVFlashConfig, SpecConfig
 from ..drafter.model import COMPUTE_BYTES
 from ..native.engine import plane_bytes
-from ..placement.sizing import address
 from ..speculation.draft import DraftStats
 
 if TYPE_CHECKING:
+    import llama_cpp
+    from llama_cpp._internals import LlamaModel
+
     from ..speculation.base import Drafter, FeatureRows
     from ..speculation.find import Found
     from ..speculation.loop import Speculator
@@ -42,16 +43,20 @@ class Room:
     kept_bytes: int = 0
 
 
-def room(llm: llama_cpp.Llama, config: KVFlashConfig, draft_model: object, *, n_batch: int, n_ubatch: int) -> Room:
+def room(
+    model: LlamaModel, params: llama_cpp.llama_context_params, config: KVFlashConfig, draft_model: object, *,
+    n_batch: int, n_ubatch: int,
+) -> Room:  # fmt: skip
     """Return what the drafts need that a model is asked for. It is loaded, and its context is not made yet.
 
-    n_batch, n_ubatch: as they were asked for. The context's parameters do not have them yet if n_ctx is 0.
+    params: of the context. n_batch, n_ubatch: as they were asked for. The context's parameters do not have them yet if
+    n_ctx is 0.
     """
     if config.spec is None and draft_model is None and config.answer != "lossless":
         return Room()
     spec = config.spec or SpecConfig()
-    n_batch = min(n_batch, llm.context_params.n_ctx or llm._model.n_ctx_train())
-    size = plane_bytes(address(llm._model))
+    n_batch = min(n_batch, params.n_ctx or model.n_ctx_train())
+    size = plane_bytes(address(model.model))
     rows = spec.width or spec.max_width or (HYBRID_ROWS if size else ROWS)
     rows = min(rows, n_batch)
     n_ubatch = min(n_ubatch or n_batch, n_batch)  # 0 is upstream's "as n_batch"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import wraps
@@ -13,11 +12,11 @@ import llama_cpp
 import numpy as np
 from llama_cpp import _internals as internals
 
-from ..arrays import Floats, Int32s
+from ..arrays import Floats, Int32s, address
 from ..config import KVFlashConfig
 from ..errors import ConfigError, ContextFull, ConversionError, DecodeError, HostMemoryError
 from ..gguf import reader
-from ..native import measure
+from ..native import measure, vocabulary
 from ..native.sizes import Measure, Needs
 
 Pooling = Literal["mean", "cls", "last", "rank"]
@@ -55,19 +54,15 @@ class Embedded:
 class Embedder:
     """Embeds one text at a time, on one thread at a time. The model owns it, and closes it.
 
-    llm: a Llama that was opened with `kvflash=KVFlashConfig(embedding=N)`, which leaves memory for a text of N tokens.
-    pooling: None for the model's own, or "mean" if it has none; "rank" for a reranker. most: tokens of a text.
-    template: of a query and a document; None for one with the tokens of `marks` (bos, eos, sep) between them.
-    ConfigError if the model cannot do what is asked.
+    most_tokens: of a text; `KVFlashConfig(embedding=N)` leaves memory for N. pooling: None for the model's own, or
+    "mean" if it has none; "rank" for a reranker. most: tokens of a text. template: of a query and a document; None for
+    one with the tokens of `marks` (bos, eos, sep) between them. ConfigError if the model cannot do what is asked.
     """
 
-    def __init__(self, llm: Any, *, pooling: Pooling | None = None) -> None:
-        config = llm._config
-        if config is None or not config.embedding:
-            raise ConfigError("embeddings need a context of their own: open the model with KVFlashConfig(embedding=N)")
+    def __init__(self, llm: llama_cpp.Llama, most_tokens: int, *, pooling: Pooling | None = None) -> None:
         if pooling == "rank":
             _check_ranks(Path(llm.model_path))
-        self.most = min(config.embedding, llm._model.n_ctx_train())
+        self.most = min(most_tokens, llama_cpp.llama_model_n_ctx_train(llm.model))
         self._llm = llm
         self._context = self._open(pooling)
         kind = llama_cpp.llama_pooling_type(self._context)
@@ -79,10 +74,9 @@ class Embedder:
         llm._stack.callback(llama_cpp.llama_free, self._context)
         self._batch = internals.LlamaBatch(n_tokens=self.most, embd=0, n_seq_max=1, verbose=False)
         llm._stack.callback(self._batch.close)
-        model = llm._model.model
+        model, vocab = llm.model, vocabulary.of(llm.model)
         ranks = self.pooling == "rank"
         self._width = int((llama_cpp.llama_model_n_cls_out if ranks else llama_cpp.llama_model_n_embd_out)(model))
-        vocab = llm._model.vocab
         marks = {"bos": llama_cpp.llama_vocab_bos, "eos": llama_cpp.llama_vocab_eos, "sep": llama_cpp.llama_vocab_sep}
         adds = {name: getattr(llama_cpp, f"llama_vocab_get_add_{name}")(vocab) for name in marks}
         self.marks: Mapping[str, list[int]] = {
@@ -93,9 +87,7 @@ class Embedder:
     @property
     def bytes(self) -> int:
         """Bytes of its context on all devices and the host."""
-        address = ctypes.cast(self._context, ctypes.c_void_p).value or 0
-        model = ctypes.cast(self._llm._model.model, ctypes.c_void_p).value or 0
-        return _bytes(measure.taken(address, model))
+        return _bytes(measure.taken(address(self._context), address(self._llm.model)))
 
     def embed(self, tokens: Int32s) -> Embedded:
         """Evaluate a text and return its embedding. ContextFull if it is too long, DecodeError if it fails."""
@@ -122,7 +114,7 @@ class Embedder:
 
     def _open(self, pooling: Pooling | None) -> Any:
         params = _params(self._llm.context_params, self.most, pooling)
-        context = llama_cpp.llama_init_from_model(self._llm._model.model, params)
+        context = llama_cpp.llama_init_from_model(self._llm.model, params)
         if not context:
             raise HostMemoryError(
                 f"no context of {params.n_ctx} tokens could be made for embeddings: lower --embedding-tokens"
@@ -134,7 +126,7 @@ def embed_checked(embed: Callable[..., Any]) -> Callable[..., Any]:
     """Return upstream's `Llama.embed`, with a ConfigError for an empty list."""
 
     @wraps(embed)
-    def call(llm: Any, input: str | list[str], *args: Any, **kwargs: Any) -> Any:
+    def call(llm: llama_cpp.Llama, input: str | list[str], *args: Any, **kwargs: Any) -> Any:
         if not isinstance(input, str) and not len(input):
             raise ConfigError(f"embed({input!r}): there is no text in it: give at least one")
         return embed(llm, input, *args, **kwargs)

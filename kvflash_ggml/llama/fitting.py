@@ -174,7 +174,7 @@ def beside(path: str, asked: Asked) -> Beside:
     )
 
 
-def does_not_fit(path: str, asked: Asked, size: PoolSize, endpoints: Sequence[Endpoint] = ()) -> DoesNotFit:
+def does_not_fit(path: str, asked: Asked, endpoints: Sequence[Endpoint], size: PoolSize) -> DoesNotFit:
     """Return the error for a context that could not be made even with so small an "auto" pool, with remedies.
 
     The model is not loaded any more. endpoints: as `predicted`.

@@ -9,13 +9,18 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..arrays import Floats
 from ..errors import ConfigError, HostMemoryError
 from ..media.files import MediaLimits
 from ..media.rows import LIMIT, Medium
 from . import vision
+
+if TYPE_CHECKING:
+    import llama_cpp
+
+    from ..runtime.text import Text
 
 KNOWN = 256
 """Images and sounds whose tokens are known: each turn of a chat sends them again."""
@@ -97,10 +102,10 @@ def _encoded(image: Callable[[], Image | None], i: int) -> Floats | None:
 
 
 class ImageReader:
-    """Reads files of images and sound for a model. llm: a `Llama` with a projector and a pool."""
+    """Reads files of images and sound for a model. Arguments: see `vision.Encoder`."""
 
-    def __init__(self, llm: Any) -> None:
-        self.encoder = vision.Encoder(llm)
+    def __init__(self, llm: llama_cpp.Llama, text: Text, lock: threading.RLock) -> None:
+        self.encoder = vision.Encoder(llm, text, lock)
         self._held = self._lent = 0
         self._known: OrderedDict[str, _Told] = OrderedDict()
         self._lock = threading.RLock()  # the garbage collector may let one go that reads another
@@ -179,8 +184,3 @@ class ImageReader:
             parts.append(_Part(chunk, owner))
             tokens += told[-1].numbers.tolist()
         return _Told(tuple(tokens), tuple(told)), parts
-
-
-def image_reader_of(llm: Any) -> ImageReader | None:
-    """Return what reads media for a model, None for one that takes none. ConfigError where something drafts too."""
-    return ImageReader(llm) if isinstance(llm.chat_handler, vision.HANDLERS) else None

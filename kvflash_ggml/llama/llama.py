@@ -8,8 +8,7 @@ import os
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,18 +20,12 @@ from llama_cpp.llama_cache import BaseLlamaCache
 from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
-from .. import policy, remote
 from ..arrays import common_prefix, numbers
-from ..config import KVFlashConfig, PrefixCache
-from ..drafter import model as drafter
+from ..config import PrefixCache
 from ..errors import ConfigError, ConversionError, brief
-from ..native import engine as native
-from ..native import library, vocabulary
 from ..native import remote as servers
+from ..native import vocabulary
 from ..notation import stop_texts
-from ..placement import devices, memory, sizing
-from ..placement.sizing import PoolSize, with_steps
-from ..policy.base import Scorer
 from ..runtime.bias import with_bias
 from ..runtime.model import Closed, Model
 from ..runtime.samplers import chain, stock_chain
@@ -44,9 +37,8 @@ from . import asked, embedding, parameters, stock
 from .call_lock import CallLock, changing, locked, writing
 from .chatting import PARAMETERS, Chatting, formatted
 from .context import Batch, check_adapter
-from .drafting import Drafting, device_bytes, loads_head, room, search
-from .opening import open_pool, speculator_of, with_sequences
-from .preview import Previews, previewed, previews_of
+from .opening import Opening
+from .preview import Previews, previewed
 from .stats import PoolStats
 from .stock import Stock
 from .tokenizer import IncrementalTokenizer, WholeTokenizer, check_tokens
@@ -57,7 +49,6 @@ if TYPE_CHECKING:
     from ..chat.values import Grammar
     from ..placement.sizes import Placement
     from ..sampling import Samplers
-    from ..speculation.find import Found
     from .keywords import Keywords
 
 logger = logging.getLogger("kvflash_ggml")
@@ -134,6 +125,7 @@ class Llama(llama_cpp.Llama):
     _most: int | None = None
     """Tokens that the running completion asks `generate` for at most, if that is known: no more are drafted."""
     _previews: Previews | None = None
+    _draft_model: Any = None
     _echoes = False
     """The running completion echoes its prompt with logprobs."""
 
@@ -145,55 +137,10 @@ class Llama(llama_cpp.Llama):
         request = parameters.read(dict(keywords), parameters.defaults)
         request.check_file(Path(model_path))
         check_adapter(request.upstream.get("lora_path"), Path(model_path))
-        self._config = request.config
-        self._weights = request.weights
-        self._drafting = Drafting()
-        self._size: PoolSize | None = None
         self._at_hand.progress = request.progress
-        self._scorer: Scorer | None = None
-        self._drafter: Path | None = None
-        self._found: tuple[Found, ...] = ()
-        if self._config is not None:
-            self._drafter = drafter.of_policy(model_path, self._config)
-            if self._config.scorer is not None:
-                drafter.check(self._config.scorer)
-            if self._drafter is None:
-                self._scorer = policy.resolve(self._config.policy)
-            self._found = search(Path(model_path), self._config)
-        self._rpc = {"rpc": list(request.rpc) or None, "rpc_trust": request.rpc_trust}
-        endpoints = remote.find_all(request.rpc, trust=request.rpc_trust)
-        if not endpoints:
-            library.ensure_gpu_offload(request.upstream.get("n_gpu_layers", 0), installed=llama_cpp.Llama is Llama)
-        self.placement: Placement | None = None
-        if request.fit is not None or request.is_long:
-            from . import fitting  # here, as below: it imports all that plans a placement
-
-            fitting.check_full_cache(model_path, request)
-        if request.fit is not None:
-            with servers.connected(endpoints):
-                others = fitting.beside(model_path, request)
-                request, self.placement = fitting.fit(model_path, request, others, endpoints)
-            self._config = request.config
-        if request.config is not None and request.upstream.get("n_gpu_layers", 0) != 0 and not endpoints:
-            from . import fitting
-
-            fitting.check_limits(model_path, request)
-        settings = request.upstream
-        self._projector = settings.get("chat_handler")
-        self._placement = request.placement
-
-        logits_all = settings.pop("logits_all", False)
-        if self._config is None:
-            logits_all = logits_all or settings.get("draft_model") is not None
-        self._draft_model = settings.get("draft_model")
-        self._steps = {
-            name: settings.get(name, parameters.UPSTREAM_PARAMETERS[name].default) for name in ("n_batch", "n_ubatch")
-        }
-        self._pickled_tokenizer = settings.get("tokenizer")
-        self._free_before: dict[str, int] = {}
-        self._asked = (model_path, request, endpoints)
+        self._opening = Opening(model_path, request, installed=llama_cpp.Llama is Llama)
         try:
-            self._open(model_path, request, endpoints, logits_all=logits_all)
+            self._open()
         except BaseException:
             self._stack.close()  # a traceback may keep this object: weights and connections go at once
             raise
@@ -202,42 +149,43 @@ class Llama(llama_cpp.Llama):
 
     # --- construction
 
-    def _open(
-        self, model_path: str, request: parameters.Request, endpoints: Sequence[remote.Endpoint], *, logits_all: bool
-    ) -> None:
+    def _open(self) -> None:
         """Load the model and make its pool."""
-        settings = request.upstream
-        with servers.connected(endpoints):
-            self._device_arrays = devices.place(model_path, request.placement, settings, endpoints)
-            self._load(model_path, request, endpoints)
-            self._stack.enter_context(servers.connected(endpoints))
-        self._own_format = "" if settings.get("chat_format") or self._projector else self.chat_format
-        self._logits_all = logits_all
+        opening = self._opening
+        request, settings = opening.request, opening.request.upstream
+        with servers.connected(opening.endpoints):
+            opening.place()
+            self._load()
+            self._stack.enter_context(servers.connected(opening.endpoints))
+        self._own_format = "" if settings.get("chat_format") or settings.get("chat_handler") else self.chat_format
+        self._logits_all = opening.logits_all  # upstream asks it where there is no pool
         self._batch.close()  # it has room for n_ctx sequences a token: gigabytes of address space at long contexts
         self._batch = Batch(n_tokens=self.n_batch, embd=0, n_seq_max=1, verbose=self.verbose)
         self._stack.callback(self._batch.close)
         if request.n_batch is not None:
             self.n_batch = min(self._n_ctx, request.n_batch)
-        self._at_hand.open(Model(self, logits_all=logits_all))
-        if self._size is not None:
-            open_pool(self, self._size)
-            self._previews = previews_of(self)
+        self._at_hand.open(Model(self, logits_all=opening.logits_all))
+        if opening.config is not None:
+            self._ctx = opening.open_pool(self, self._saver)
+            if opening.config.reading == "preview":
+                self._previews = Previews(self, self._saver, opening.config.preview_share)
         if request.cache is not None:
             self.set_cache(request.cache)
 
-    def _load(self, model_path: str, request: parameters.Request, endpoints: Sequence[remote.Endpoint]) -> None:
+    def _load(self) -> None:
         """Call upstream's constructor. A pool that "auto" has sized shrinks until a context can be made with it."""
-        for self._halvings in range(HALVINGS + 1):
+        opening, path = self._opening, self._opening.path
+        for opening.halvings in range(HALVINGS + 1):
             try:
                 with _REDIRECTING, contextlib.ExitStack() as self._pool_requests:
                     # upstream would allocate n_ctx rows of logits at once; here they grow with use
-                    super().__init__(model_path, logits_all=False, **request.upstream)
+                    super().__init__(path, logits_all=False, **opening.request.upstream)
                 return
             except (TemplateError, RecursionError, SyntaxError) as err:
                 self._stack.close()
                 why = f"{type(err).__name__}: {brief(err)}"
                 raise ConversionError(
-                    Path(model_path).name, "tokenizer.chat_template", found=why, wanted="a Jinja template",
+                    Path(path).name, "tokenizer.chat_template", found=why, wanted="a Jinja template",
                     remedy="Fetch the file again, or convert it anew.",
                 ) from err  # fmt: skip
             except ValueError as err:
@@ -246,31 +194,30 @@ class Llama(llama_cpp.Llama):
                 from . import fitting
 
                 self._stack.close()
-                if self._size is None or self._size.tight is None:
-                    better = fitting.why_not(model_path, request, endpoints)
-                    if better is None or (self._config is None and not isinstance(better, ValueError)):
+                asked = path, opening.request, opening.endpoints
+                if opening.size is None or opening.size.tight is None:
+                    better = fitting.why_not(*asked)
+                    if better is None or (opening.config is None and not isinstance(better, ValueError)):
                         raise  # without a pool what upstream raises stays a ValueError
                     raise better from err
-                if self._halvings == HALVINGS:
-                    raise fitting.does_not_fit(model_path, request, self._size, endpoints) from None
+                if opening.halvings == HALVINGS:
+                    raise fitting.does_not_fit(*asked, opening.size) from None
 
     @property
-    def model_params(self) -> Any:
+    def model_params(self) -> llama_cpp.llama_model_params:
         """llama_cpp's `llama_model_params` that the weights were loaded with."""
         return self._model_params
 
     @model_params.setter
-    def model_params(self, params: Any) -> None:
+    def model_params(self, params: llama_cpp.llama_model_params) -> None:
         # upstream sets this before loading the model
-        params.load_mtp = loads_head(self._found)
-        if self._device_arrays is not None:
-            params.devices = self._device_arrays.devices
-            params.tensor_buft_overrides = self._device_arrays.overrides
-        for name, value in self._weights.items():
-            setattr(params, name, value)
+        self._opening.load(params)
         self._model_params = params
-        if self._config is not None and params.n_gpu_layers != 0:
-            self._free_before = {device.name: device.free for device in memory.devices()}
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where everything is, as `fit` has chosen; None where it was not asked for."""
+        return self._opening.placement
 
     def tokenizer(self) -> LlamaTokenizer:
         """Return upstream's tokenizer of the model's vocabulary."""
@@ -289,47 +236,7 @@ class Llama(llama_cpp.Llama):
             whole = WholeTokenizer(self.tokenizer(), self._model.vocab, bos)
             tokenizer = IncrementalTokenizer(whole, bos, n_vocab=self._model.n_vocab(), incomplete=lacking)
         self._tokenizer = tokenizer
-        if self._projector is not None:
-            from . import vision  # here, as below: few models see or hear
-
-            vision.open_projector(self, self._projector)
-        if self._config is not None:
-            self._room = room(self, self._config, self._draft_model, **self._steps)
-            self.context_params.n_rs_seq = self._room.planes
-            self._config, alone = with_sequences(self, self._config)
-            self._size = replace(self._size_pool(self._config), alone=alone)
-            self._pool_requests.enter_context(self._pool_request(self._size))
-
-    def _query_rows(self) -> int:
-        """Count the queries of all sequences that are captured, if a text can be longer than its share of the pool."""
-        rows = self._scorer.query_rows if self._scorer is not None else 0
-        return (rows + (self._room.queries if rows else 0)) * int(self.context_params.n_seq_max)
-
-    def _pool_request(self, size: PoolSize) -> contextlib.AbstractContextManager[None]:
-        return native.pool_request(size.slots, self._query_rows() if size.bounded else 0)
-
-    def _size_pool(self, config: KVFlashConfig) -> PoolSize:
-        others = embedding.reserve_bytes(sizing.address(self._model), self.context_params, config)
-        if self._projector is not None:
-            from . import vision
-
-            others += vision.reserve_bytes(self._projector)
-        size = sizing.fit(
-            config,
-            self._model,
-            with_steps(self._model, self.context_params, **self._steps),
-            query_rows=self._query_rows(),
-            reserved=drafter.reserve_bytes(self._drafter) + others + device_bytes(self._found) + self._room.kept_bytes,
-            mapped=self.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP,
-            before=self._free_before,
-        )
-        if self.placement is not None:
-            return replace(size, why=self.placement.why)
-        if size.uneven:
-            from . import fitting
-
-            size = replace(size, why=size.why + fitting.other_split(*self._asked, size))
-        return sizing.halved(size, self._halvings, minimum=config.minimum_pool)
+        self._pool_requests.enter_context(self._opening.size_pool(self, self._model))
 
     # --- the text: upstream's fields, which further texts of the model have too
 
@@ -531,14 +438,9 @@ class Llama(llama_cpp.Llama):
             self._saver.use(None)
             super().set_cache(cache)
 
-    @contextmanager
-    def without_cache(self) -> Iterator[None]:
+    def without_cache(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager in which nothing is taken from the prefix cache, and nothing is kept there."""
-        prefixes, self._at_hand.prefixes = self._at_hand.prefixes, None
-        try:
-            yield
-        finally:
-            self._at_hand.prefixes = prefixes
+        return self._saver.uncached()
 
     @property
     def draft_model(self) -> Any:
@@ -547,22 +449,16 @@ class Llama(llama_cpp.Llama):
 
     @draft_model.setter
     def draft_model(self, model: Any) -> None:
-        self._draft_model, text = model, self._at_hand
-        if text.sequence is not None and self._config is not None:
+        self._draft_model, text, opening = model, self._at_hand, self._opening
+        if text.sequence is not None:
             if text.speculator is not None:
-                self._drafting = self._drafting.after(text.speculator)
-            text.speculator = text.sequence.follower = speculator_of(self, text, self._config, self._drafting)
+                opening.drafting = opening.drafting.after(text.speculator)
+            opening.open_speculator(text, model)
 
     @property
     def kvflash(self) -> PoolStats | None:
         """The live state of the pool, or None without one."""
-        return None if self._at_hand.sequence is None or self._size is None else self._stats_of(self._at_hand)
-
-    def _stats_of(self, text: Text) -> PoolStats:
-        """Return the live state of the pool as a text on it sees it."""
-        assert self._size is not None
-        swa_full = self.context_params.swa_full
-        return PoolStats(text.pooled, self._size, text.model.finder, text.speculator, swa_full=swa_full)
+        return None if self._at_hand.sequence is None else self._opening.stats_of(self._at_hand)
 
     def create_chat_completion(self, *args: Any, **settings: Any) -> Any:
         """Answer a chat; with `tools`, by the model's own template, if it has one and no `chat_format` was given.
@@ -578,8 +474,12 @@ class Llama(llama_cpp.Llama):
                 from . import vision
 
                 if isinstance(self.chat_handler, vision.HANDLERS):
-                    return vision.answer(self, **given)
-            made = Chatting(self).answer(given) if self.chat_format == self._own_format else None
+                    return vision.answer(self, self._at_hand, self._call_lock.lock, **given)
+            made = (
+                Chatting(self, previews=self._previews is not None).answer(given)
+                if self.chat_format == self._own_format
+                else None
+            )
             return super().create_chat_completion(**given) if made is None else made
 
     @property
@@ -634,7 +534,10 @@ class Llama(llama_cpp.Llama):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        state["logits_all"] = self._logits_all and (self.draft_model is None or self._at_hand.sequence is not None)
-        state["tokenizer"] = self._pickled_tokenizer
-        state["kvflash"] = self._config
-        return state | self._rpc | self._placement.keywords() | self._weights
+        opening, pooled = self._opening, self._at_hand.sequence is not None
+        request = opening.request
+        state["logits_all"] = opening.logits_all and (self.draft_model is None or pooled)
+        state["tokenizer"] = request.upstream.get("tokenizer")
+        state["kvflash"] = opening.config
+        state |= {"rpc": list(request.rpc) or None, "rpc_trust": request.rpc_trust}
+        return state | request.placement.keywords() | request.weights

@@ -1,95 +1,303 @@
-"""Opens the pool of a `Llama`.
-
-llm: the Llama, which imports this file.
-"""
+"""Opens a `Llama`: what its context needs, the pool on it, and the texts of that pool."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 
-from .. import policy
+from .. import policy, remote
+from ..arrays import address
 from ..calibration.finder import open_finder
 from ..config import KVFlashConfig
 from ..constants import POOL_STEP, SPEED_CAP, round_up
 from ..drafter import model as drafter
 from ..errors import ConfigError
 from ..native import engine as native
-from ..placement import sizing
+from ..native import library
+from ..native import remote as servers
+from ..placement import devices, memory, sizing
 from ..placement.sizing import PoolSize, with_steps
+from ..policy.base import Scorer
 from ..runtime.saving import Saver
 from ..runtime.text import Text
 from ..sequence.pool import Pool
 from ..sequence.sequence import Sequence
 from ..snapshot import fingerprint
+from . import embedding
 from .context import PagedContext, take_closing
-from .drafting import Drafting
+from .drafting import Drafting, Room, device_bytes, loads_head, room, search
+from .parameters import UPSTREAM_PARAMETERS, Request
 from .reading import open_sequence
+from .stats import PoolStats
 
 if TYPE_CHECKING:
+    from llama_cpp._internals import LlamaModel
+
+    from ..native.devices import ModelArrays
+    from ..placement.sizes import Placement
+    from ..speculation.find import Found
     from ..speculation.loop import Speculator
-    from .stats import PoolStats
 
 logger = logging.getLogger("kvflash_ggml")
 
 
-def open_pool(llm: Any, size: PoolSize) -> None:
-    """Open the pool of a Llama's context, with its scorer and its drafters."""
-    config, text, room = llm._config, llm._at_hand, llm._room
-    model, stack = text.model, text.model.context._exit_stack
-    n_ubatch = llm.context_params.n_ubatch or llm.context_params.n_batch  # 0 is upstream's "as n_batch"
-    if llm._drafter is not None:
-        llm._scorer = drafter.make_scorer(llm, llm._drafter, idle=size.slots - 2 * n_ubatch)
-    scorer = llm._scorer
-    engine = native.Engine(ctypes.cast(model.context.ctx, ctypes.c_void_p).value or 0, max(n_ubatch, room.rows))
-    stack.callback(engine.close)  # should anything of what follows fail
-    drafting = Drafting()
-    if room.rows:
-        from .speculating import open_drafting  # here, as below: it imports every drafter
+class Opening:
+    """How one `Llama` is opened, from its keywords to its pool, and the texts of this pool.
 
-        drafting = open_drafting(llm, config, llm._found, engine, room.rows, stack)
-    llm._drafting = drafting
-    sizing.warn_if_tight(engine.info.devices, n_ubatch)
-    mapped = llm.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP
-    limit = sizing.image_limit(config, sizing.address(model.weights), size, engine.info.page_bytes, mapped=mapped)
-    pool = Pool(
-        engine,
-        n_ubatch=n_ubatch,
-        host_limit=limit,
-        spill=config.spill,
-        fixed_rows=config.deterministic_batch,
-    )
-    sequence = open_sequence(llm, config, pool, scorer)
-    _open_text(llm, llm._saver, sequence)
-    llm._ctx = PagedContext(model.context, sequence)
-    text.speculator = sequence.follower = speculator_of(llm, text, config, drafting)
-    model.finder = open_finder(llm, sequence, scorer)
-    if model.finder is not None:
-        stack.callback(model.finder.close)
-    assert llm.kvflash is not None
-    if llm.verbose:
-        logger.warning(llm.kvflash.banner())
-    else:
-        logger.info(llm.kvflash.banner())
+    `Llama` calls `load` and `size_pool` in the midst of upstream's constructor, and `open_pool` behind it.
+
+    request: the keywords, as `fit` has settled them. endpoints: the servers whose devices are used. placement: what
+    `fit` has chosen; None where it was not asked for. config: of the pool, None without one; `size_pool` puts a number
+    in place of "auto" sequences. logits_all: the logits of all tokens are kept. free: bytes of each device by name,
+    before the weights were loaded.
+
+    room, size: what drafts need, and the pool, once it is sized. halvings: how often an "auto" pool was too large.
+    drafting: the drafters of the pool.
+    """
+
+    def __init__(self, path: str, request: Request, *, installed: bool) -> None:
+        """Find what is asked for, and fit it to the devices, before anything is loaded.
+
+        installed: programs find our class as `llama_cpp.Llama`.
+        """
+        self.path = path
+        config = request.config
+        self._scorer: Scorer | None = None
+        self._drafter: Path | None = None
+        self._found: tuple[Found, ...] = ()
+        if config is not None:
+            self._drafter = drafter.of_policy(path, config)
+            if config.scorer is not None:
+                drafter.check(config.scorer)
+            if self._drafter is None:
+                self._scorer = policy.resolve(config.policy)
+            self._found = search(Path(path), config)
+        self.endpoints = remote.find_all(request.rpc, trust=request.rpc_trust)
+        if not self.endpoints:
+            library.ensure_gpu_offload(request.upstream.get("n_gpu_layers", 0), installed=installed)
+        self.placement: Placement | None = None
+        if request.fit is not None or request.is_long:
+            from . import fitting  # here, as below: it imports all that plans a placement
+
+            fitting.check_full_cache(path, request)
+        if request.fit is not None:
+            with servers.connected(self.endpoints):
+                request, self.placement = fitting.fit(path, request, fitting.beside(path, request), self.endpoints)
+        if request.config is not None and request.upstream.get("n_gpu_layers", 0) != 0 and not self.endpoints:
+            from . import fitting
+
+            fitting.check_limits(path, request)
+        self.request, self.config, settings = request, request.config, request.upstream
+        self._draft_model, self._projector = settings.get("draft_model"), settings.get("chat_handler")
+        self.logits_all: bool = settings.pop("logits_all", False)
+        if self.config is None:
+            self.logits_all = self.logits_all or self._draft_model is not None
+        self._steps = {name: settings.get(name, UPSTREAM_PARAMETERS[name].default) for name in ("n_batch", "n_ubatch")}
+        self._arrays: ModelArrays | None = None
+        self.free: dict[str, int] = {}
+        self.room, self.drafting = Room(), Drafting()
+        self.size: PoolSize | None = None
+        self.halvings = 0
+
+    def place(self) -> None:
+        """Decide which devices hold what. The servers are connected."""
+        request = self.request
+        self._arrays = devices.place(self.path, request.placement, request.upstream, self.endpoints)
+
+    # --- in the midst of upstream's constructor
+
+    def load(self, params: llama_cpp.llama_model_params) -> None:
+        """Complete the parameters that the weights are loaded with next."""
+        fields = {"load_mtp": loads_head(self._found)} | self.request.weights
+        if self._arrays is not None:
+            fields |= {"devices": self._arrays.devices, "tensor_buft_overrides": self._arrays.overrides}
+        for name, value in fields.items():
+            setattr(params, name, value)
+        if self.config is not None and params.n_gpu_layers != 0:
+            self.free = {device.name: device.free for device in memory.devices()}
+
+    def size_pool(self, llm: llama_cpp.Llama, model: LlamaModel) -> AbstractContextManager[None]:
+        """Load the projector, size the pool, and complete the parameters of the context that is made next.
+
+        model: the weights, just loaded. Returns a context manager in which the context is to be made.
+        """
+        if self._projector is not None:
+            from . import vision  # here, as below: few models see or hear
+
+            vision.open_projector(llm, self._projector, self.free)
+        if self.config is None:
+            return nullcontext()
+        params, mapped = llm.context_params, is_mapped(llm)
+        self.room = room(model, params, self.config, self._draft_model, **self._steps)
+        params.n_rs_seq = self.room.planes
+        self.config, alone = self._with_sequences(self.config, model, params, mapped=mapped)
+        self.size = replace(self._sized(self.config, model, params, mapped=mapped), alone=alone)
+        return native.pool_request(self.size.slots, self._query_rows(params) if self.size.bounded else 0)
+
+    def _query_rows(self, params: llama_cpp.llama_context_params) -> int:
+        """Count the queries of all sequences that are captured, if a text can be longer than its share of the pool."""
+        rows = self._scorer.query_rows if self._scorer is not None else 0
+        return (rows + (self.room.queries if rows else 0)) * int(params.n_seq_max)
+
+    def _sized(
+        self, config: KVFlashConfig, model: LlamaModel, params: llama_cpp.llama_context_params, *, mapped: bool
+    ) -> PoolSize:
+        others = embedding.reserve_bytes(address(model.model), params, config)
+        if self._projector is not None:
+            from . import vision
+
+            others += vision.reserve_bytes(self._projector)
+        size = sizing.fit(
+            config,
+            model,
+            with_steps(model, params, **self._steps),
+            query_rows=self._query_rows(params),
+            reserved=drafter.reserve_bytes(self._drafter) + others + device_bytes(self._found) + self.room.kept_bytes,
+            mapped=mapped,
+            before=self.free,
+        )
+        if self.placement is not None:
+            return replace(size, why=self.placement.why)
+        if size.uneven:
+            from . import fitting
+
+            size = replace(size, why=size.why + fitting.other_split(self.path, self.request, self.endpoints, size))
+        return sizing.halved(size, self.halvings, minimum=config.minimum_pool)
+
+    def _with_sequences(
+        self, config: KVFlashConfig, model: LlamaModel, params: llama_cpp.llama_context_params, *, mapped: bool
+    ) -> tuple[KVFlashConfig, str]:
+        """Set the sequences of the context to be made. Return the config with a number in place of "auto", and why that
+        is one sequence; empty if it is not.
+        """
+        alone = ""
+        if config.parallel == "auto":
+            single = replace(config, parallel=1, deterministic_batch=False)
+            size = self._sized(single, model, params, mapped=mapped)
+            slots = size.slots
+            if not size.bounded and config.pool_bytes is None:  # several contexts may fill more
+                slots = SPEED_CAP if config.pool == "auto" else round_up(config.pool, POOL_STEP)
+            made, rows = with_steps(model, params, **self._steps), self._query_rows(params)
+            count, alone = (
+                sizing.sequences_for(config, model, made, slots, query_rows=rows)
+                if self._draft_model is None
+                else (1, "draft_model serves one")
+            )
+            config = replace(config, parallel=count, deterministic_batch=config.deterministic_batch and count > 1)
+        if config.sequences > 1:
+            allow_several(params, config.sequences, **self._steps)
+        return config, alone
+
+    # --- behind it
+
+    def open_pool(self, llm: llama_cpp.Llama, saver: Saver) -> PagedContext:
+        """Open the pool of a context, with its scorer and its drafters. Returns the context, which the pool drives.
+
+        saver: of the first text.
+        """
+        config, size, text = self.config, self.size, saver.text
+        assert config is not None
+        assert size is not None
+        model = text.model
+        context, stack, n_ubatch = model.context, model.context._exit_stack, model.n_ubatch
+        if self._drafter is not None:
+            idle = size.slots - 2 * n_ubatch
+            self._scorer = drafter.make_scorer(
+                self._drafter, model.weights, llm.model_params, llm.context_params, n_ctx=model.n_ctx, idle=idle
+            )
+        engine = native.Engine(address(context.ctx), max(n_ubatch, self.room.rows))
+        stack.callback(engine.close)  # should anything of what follows fail
+        if self.room.rows:
+            from .speculating import open_drafting  # here, as below: it imports every drafter
+
+            self.drafting = open_drafting(llm, config, self._found, engine, self.room.rows, stack)
+        sizing.warn_if_tight(engine.info.devices, n_ubatch)
+        limit = sizing.image_limit(
+            config, address(model.weights.model), size, engine.info.page_bytes, mapped=is_mapped(llm)
+        )
+        pool = Pool(
+            engine,
+            n_ubatch=n_ubatch,
+            host_limit=limit,
+            spill=config.spill,
+            fixed_rows=config.deterministic_batch,
+        )
+        self._fingerprint = fingerprint.of_llama(llm, engine)
+        self._saver, self._swa_full = saver, bool(llm.context_params.swa_full)
+        sequence = open_sequence(model, config, pool, self._scorer)
+        self._open_text(saver, sequence)
+        self.open_speculator(saver.text, llm.draft_model)
+        model.finder = open_finder(llm, model.weights, sequence, self._scorer)
+        if model.finder is not None:
+            stack.callback(model.finder.close)
+        banner = self.stats_of(text).banner()
+        if llm.verbose:
+            logger.warning(banner)
+        else:
+            logger.info(banner)
+        return PagedContext(context, sequence)
+
+    def stats_of(self, text: Text) -> PoolStats:
+        """Return the live state of the pool as a text on it sees it."""
+        assert self.size is not None
+        return PoolStats(text.pooled, self.size, text.model.finder, text.speculator, swa_full=self._swa_full)
+
+    def open_speculator(self, text: Text, draft_model: Any, first: Speculator | None = None) -> None:
+        """Let a text have what drafts for it. draft_model, first: as in `speculating.make_speculator`."""
+        assert self.config is not None
+        made, drafting = None, self.drafting
+        if draft_model is not None or drafting.drafters or first is not None or self.config.answer == "lossless":
+            from .speculating import make_speculator
+
+            made = make_speculator(draft_model, text, self.config, drafting, first)
+        text.speculator = text.pooled.follower = made
+
+    def texts(self, draft_model: Any) -> list[tuple[Saver, PoolStats]]:
+        """Return all texts that the pool has room for, the first one first, each with what tells of it.
+
+        The further ones are opened now. They are closed with the context, which nothing else may use meanwhile.
+        draft_model: of the `Llama`.
+        """
+        count = self._saver.text.pooled.config.sequences
+        savers = [self._saver, *(self._open_beside(seq, draft_model) for seq in range(1, count))]
+        return [(saver, self.stats_of(saver.text)) for saver in savers]
+
+    def _open_beside(self, seq: int, draft_model: Any) -> Saver:
+        """Return the text of another sequence. It reads as the first one does, and drafts for itself if that does."""
+        first, config, text = self._saver.text, self.config, Text()
+        assert config is not None
+        text.open(first.model)
+        text.seed = first.seed
+        scorer, reading = policy.resolve(config.policy), first.pooled.reading
+        own = open_sequence(text.model, config, first.pooled.pool, scorer, seq=seq, reading=reading)
+        saver = Saver(text)
+        self._open_text(saver, own)
+        self.open_speculator(text, draft_model, first.speculator)
+        if text.speculator is not None:
+            from ..speculation.loop import ANOTHER
+
+            text.speculator.lend(ANOTHER)
+        if text.model.finder is not None:
+            text.model.finder.settle(own)
+        if first.prefixes is not None:
+            saver.use(first.prefixes.cache)
+        return saver
+
+    def _open_text(self, saver: Saver, sequence: Sequence) -> None:
+        """Let a text have the memory of a sequence."""
+        saver.text.sequence, context = sequence, saver.text.model.context
+        # with the context's own, which a garbage collector may close before it closes this
+        context._exit_stack.callback(sequence.close, partial(take_closing, context))
+        saver.open(self._fingerprint)
 
 
-def speculator_of(
-    llm: Any, text: Text, config: KVFlashConfig, drafting: Drafting, first: Speculator | None = None
-) -> Speculator | None:
-    """Make what drafts for a model; None if nothing does. As `speculating.make_speculator`, which it calls."""
-    if llm.draft_model is None and not drafting.drafters and first is None and config.answer != "lossless":
-        return None
-    from .speculating import make_speculator  # here: it imports every drafter
-
-    return make_speculator(llm, text, config, drafting, first)
-
-
-def allow_several(params: Any, sequences: int, *, n_batch: int, n_ubatch: int) -> None:
+def allow_several(params: llama_cpp.llama_context_params, sequences: int, *, n_batch: int, n_ubatch: int) -> None:
     """Set the number of sequences of a context to be made. ConfigError if a step has fewer rows."""
     rows = min(n_batch, n_ubatch or n_batch)
     if rows < sequences:
@@ -99,67 +307,6 @@ def allow_several(params: Any, sequences: int, *, n_batch: int, n_ubatch: int) -
     params.n_seq_max, params.kv_unified = sequences, True
 
 
-def with_sequences(llm: Any, config: KVFlashConfig) -> tuple[KVFlashConfig, str]:
-    """Set the sequences of the context to be made. Return the config with a number in place of "auto", and why that is
-    one sequence; empty if it is not.
-    """
-    alone = ""
-    if config.parallel == "auto":
-        params = with_steps(llm._model, llm.context_params, **llm._steps)
-        size = llm._size_pool(replace(config, parallel=1, deterministic_batch=False))
-        slots = size.slots
-        if not size.bounded and config.pool_bytes is None:  # several contexts may fill more
-            slots = SPEED_CAP if config.pool == "auto" else round_up(config.pool, POOL_STEP)
-        count, alone = (
-            sizing.sequences_for(config, llm._model, params, slots, query_rows=llm._query_rows())
-            if llm._draft_model is None
-            else (1, "draft_model serves one")
-        )
-        config = replace(config, parallel=count, deterministic_batch=config.deterministic_batch and count > 1)
-    if config.sequences > 1:
-        allow_several(llm.context_params, config.sequences, **llm._steps)
-    return config, alone
-
-
-def _open_text(llm: Any, saver: Saver, sequence: Sequence) -> None:
-    """Let a text of a Llama have the memory of a sequence."""
-    saver.text.sequence, context = sequence, saver.text.model.context
-    # with the context's own, which a garbage collector may close before it closes this
-    context._exit_stack.callback(sequence.close, partial(take_closing, context))
-    saver.open(fingerprint.of_llama(llm, sequence.engine))
-
-
-def open_beside(llm: Any, seq: int) -> Saver:
-    """Return the text of another sequence on a Llama's pool, which is closed with it.
-
-    It reads as the first one does, and drafts for itself if that does.
-    """
-    first, config = llm._at_hand, llm._config
-    text = Text()
-    text.open(first.model)
-    text.seed = first.seed
-    own = open_sequence(
-        llm, config, first.pooled.pool, policy.resolve(config.policy), seq=seq, reading=first.pooled.reading
-    )
-    saver = Saver(text)
-    _open_text(llm, saver, own)
-    text.speculator = own.follower = speculator_of(llm, text, config, llm._drafting, first.speculator)
-    if text.speculator is not None:
-        from ..speculation.loop import ANOTHER
-
-        text.speculator.lend(ANOTHER)
-    if text.model.finder is not None:
-        text.model.finder.settle(own)
-    if first.prefixes is not None:
-        saver.use(first.prefixes.cache)
-    return saver
-
-
-def texts_of(llm: Any) -> list[tuple[Saver, PoolStats]]:
-    """Return all texts that a Llama's pool has room for, its own first, each with what tells of it.
-
-    The further ones are opened now. They are closed with the Llama, which nothing else may use meanwhile.
-    """
-    count = llm._at_hand.pooled.config.sequences
-    texts = [llm._saver, *(open_beside(llm, seq) for seq in range(1, count))]
-    return [(one, llm._stats_of(one.text)) for one in texts]
+def is_mapped(llm: llama_cpp.Llama) -> bool:
+    """Return whether weights on the host are pages of their file."""
+    return bool(llm.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,11 @@ import numpy.typing as npt
 from ..arrays import Int32s, Int64s, numbers
 from ..config import PrefixCache
 from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    import llama_cpp
+
+    from ..runtime.saving import Saver
 
 Tokens = Generator[int, Sequence[int] | None, None]
 Make = Callable[..., Tokens]
@@ -98,35 +103,36 @@ def _asked(terms: Int64s) -> list[tuple[int, int]]:
 class Previews:
     """Answers from a part of long prompts, for a `Llama`, which holds after each the text that it held before.
 
-    share: the part of a prompt that is read, 0 to 1.
+    saver: of its text. share: the part of a prompt that is read, 0 to 1.
     """
 
-    def __init__(self, llm: Any, share: float) -> None:
-        self._llm: Any = weakref.proxy(llm)
+    def __init__(self, llm: llama_cpp.Llama, saver: Saver, share: float) -> None:
+        self._llm = weakref.proxy(llm)
+        self._saver = saver
         self._share = share
         self._unread: Callable[[], Tokens] | None = None
         """Answers the newest prompt that a preview has answered as if there had been none."""
-        if llm._logits_all:
+        if saver.text.model.logits_all:
             raise ConfigError("logits_all keeps the logits of every token of a prompt, and a preview reads only some")
 
     def answer(self, make: Make, tokens: Sequence[int], reset: bool, settings: Mapping[str, Any]) -> Tokens:
         """Yield what `make` does, from a part of the prompt where that is less than half of what is to be read."""
-        llm, self._unread = self._llm, None
+        cache, self._unread = self._llm.cache, None
         if settings["grammar"] is not None:
             refuse("grammars and response formats")
-        if llm.cache is not None and not isinstance(llm.cache, PrefixCache):
+        if cache is not None and not isinstance(cache, PrefixCache):
             refuse("caches of upstream's")
         ids, make = numbers(tokens).astype(np.int32), partial(make, **settings)
-        known = llm._saver.known(ids) if reset and len(ids) > 2 * LEAST and ids.min() >= 0 else len(ids)
+        known = self._saver.known(ids) if reset and len(ids) > 2 * LEAST and ids.min() >= 0 else len(ids)
         places = part(ids, known, self._share)
         yield from make(tokens, reset=reset) if places is None else self._preview(make, tokens, places)
 
     def _preview(self, make: Make, tokens: Sequence[int], places: Int64s) -> Tokens:
-        llm, saver, text = self._llm, self._llm._saver, self._llm._at_hand
-        before = saver.saved(None) if llm.n_tokens else None
+        saver, text = self._saver, self._saver.text
+        before = saver.saved(None) if text.n_tokens else None
         text.previewing = True
         try:
-            with llm.without_cache():
+            with saver.uncached():
                 yield from make([tokens[at] for at in places])
         finally:
             told = replace(text.pooled.stats, previewed=len(tokens))
@@ -149,7 +155,7 @@ class Previews:
 
         def ask(ids: Any, logits: Any) -> bool:
             nonlocal met
-            if stopping is not None and (self._unread is None or self._llm._at_hand.previewing):
+            if stopping is not None and (self._unread is None or self._saver.text.previewing):
                 met = stopping(ids, logits)
             return met
 
@@ -162,12 +168,7 @@ class Previews:
         with closing(self._unread()) as stream:
             next(stream)
         self._unread = None
-        return int(self._llm.n_tokens)
-
-
-def previews_of(llm: Any) -> Previews | None:
-    """Make previews for a `Llama` that was asked to make them."""
-    return Previews(llm, llm._config.preview_share) if llm._config.reading == "preview" else None
+        return self._saver.text.n_tokens
 
 
 def refuse(what: str) -> None:

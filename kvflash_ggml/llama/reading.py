@@ -8,19 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..arrays import address
 from ..config import KVFlashConfig
 from ..constants import POOL_STEP, round_up
 from ..errors import ConfigError, DeviceLimit, HostMemoryError, UnsupportedError
 from ..logs import warn_once
 from ..placement.needs import buffer_row
 from ..placement.sizes import HOST
-from ..placement.sizing import address
+from ..runtime.model import Model
 from ..sequence.reading import Reading
 from ..sequence.sequence import Sequence
 
 if TYPE_CHECKING:
-    from llama_cpp import Llama
-
     from ..native.info import DeviceInfo, Layer
     from ..policy.base import Scorer
     from ..sequence.pool import Pool
@@ -58,7 +57,7 @@ class Room:
 
 
 def open_sequence(
-    llm: Llama,
+    model: Model,
     config: KVFlashConfig,
     pool: Pool,
     scorer: Scorer | None,
@@ -72,18 +71,17 @@ def open_sequence(
     """
     from ..placement import memory
 
-    n_ctx = llm.n_ctx()
     if reading is None:
-        free = {device.name: device.free for device in memory.of_model(address(llm._model))}
-        reading = open_reading(config, pool, n_ctx=n_ctx, free=free)
-    n_batch = llm.n_batch
+        free = {device.name: device.free for device in memory.of_model(address(model.weights.model))}
+        reading = open_reading(config, pool, n_ctx=model.n_ctx, free=free)
+    n_batch = model.n_batch
     if reading.exact and n_batch < pool.n_ubatch:
         warn_once(
             f"n_batch={n_batch}: prompts are read {pool.n_ubatch} tokens at a time, as n_ubatch says, because each step"
             " streams the whole text. A smaller n_ubatch takes less memory."
         )
         n_batch = pool.n_ubatch
-    return Sequence(pool, config, seq=seq, n_ctx=n_ctx, n_batch=n_batch, scorer=scorer, reading=reading)
+    return Sequence(pool, config, seq=seq, n_ctx=model.n_ctx, n_batch=n_batch, scorer=scorer, reading=reading)
 
 
 def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free: Mapping[str, int]) -> Reading:

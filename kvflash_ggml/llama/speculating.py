@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 
+from ..arrays import address
 from ..config import DFLASH, EAGLE3, MTP, NGRAM, SIMPLE, KVFlashConfig, SpecConfig
 from ..errors import ConfigError, ConversionError, HostMemoryError, UnsupportedError
+from ..native import vocabulary
 from ..native.engine import Engine
-from ..placement.sizing import address
 from ..runtime.pool_drafter import PoolDrafter
 from ..speculation.base import Callback, Drafter, FeatureRows, Target
 from ..speculation.chained import Eagle3, Mtp, Small
@@ -53,7 +53,7 @@ def open_drafting(
     texts would change how many rows a step has.
     """
     spec = config.spec
-    ends = _ends(llm)
+    ends = vocabulary.ends(vocabulary.of(llm.model))
     if spec is None:
         return Drafting(rows=rows, ends=ends)
     if config.deterministic and config.sequences > 1:
@@ -107,19 +107,20 @@ def is_lone(type: str, config: KVFlashConfig, engine: Engine) -> bool:
 
 
 def make_speculator(
-    llm: llama_cpp.Llama, text: Text, config: KVFlashConfig, drafting: Drafting, first: Speculator | None = None
+    draft_model: Any, text: Text, config: KVFlashConfig, drafting: Drafting, first: Speculator | None = None
 ) -> Speculator | None:
-    """Make what drafts for a model: its `draft_model` first, then what was opened; None if nothing does.
+    """Make what drafts for a text: `draft_model` first, then what was opened; None if nothing does.
 
-    first: of another text on the same pool, which has drafting models until both are told otherwise by `lend`.
+    draft_model: upstream's, a function from a text to tokens that may follow it; None for none. first: of another text
+    on the same pool, which has drafting models until both are told otherwise by `lend`.
 
     For a lossless answer the pool drafts too, and they draft for it. With measured costs whoever promises most is
     asked; with a fixed width the pool comes first.
     """
-    if llm.draft_model is not None and config.sequences > 1:
+    if draft_model is not None and config.sequences > 1:
         raise ConfigError(f"draft_model serves one sequence, and parallel is {config.parallel}: leave out one of them")
     engine, heap = text.pooled.engine, text.pooled.paging.heap
-    given = [] if llm.draft_model is None else [Callback(llm.draft_model)]
+    given = [] if draft_model is None else [Callback(draft_model)]
     sources = [
         GuardedDrafter(drafter, is_lone(drafter.name, config, engine), heap.room)
         for drafter in (*given, *drafting.drafters)
@@ -127,8 +128,8 @@ def make_speculator(
     if first is not None:
         sources = [GuardedDrafter(NGram(), one.lone) if isinstance(one.drafter, NGram) else one for one in first.active]
     spec = config.spec or SpecConfig()
-    ends = drafting.ends or _ends(llm)  # nobody was to draft when the context was made
-    speculator = partial(Speculator, n_vocab=llm.n_vocab(), ends=ends)
+    ends = drafting.ends or vocabulary.ends(text.model.weights.vocab)  # nobody was to draft when the context was made
+    speculator = partial(Speculator, n_vocab=text.model.n_vocab, ends=ends)
     if config.answer != "lossless":
         if not sources:
             return None
@@ -155,8 +156,8 @@ def _target(llm: llama_cpp.Llama, spec: SpecConfig, ends: frozenset[int]) -> Tar
     offload = llm.model_params.n_gpu_layers if spec.n_gpu_layers is None else spec.n_gpu_layers
     return Target(
         path=Path(llm.model_path),
-        model=address(llm._model),
-        context=ctypes.cast(llm._ctx.ctx, ctypes.c_void_p).value or 0,
+        model=address(llm.model),
+        context=address(llm.ctx),
         n_embd=llm.n_embd(),
         n_vocab=llm.n_vocab(),
         n_ctx=llm.n_ctx(),
@@ -166,9 +167,3 @@ def _target(llm: llama_cpp.Llama, spec: SpecConfig, ends: frozenset[int]) -> Tar
         offload=offload != 0,
         repack=llm.model_params.use_extra_bufts,
     )
-
-
-def _ends(llm: llama_cpp.Llama) -> frozenset[int]:
-    """Return the tokens that end a text."""
-    vocab = llm._model.vocab
-    return frozenset(token for token in range(llm.n_vocab()) if llama_cpp.llama_vocab_is_eog(vocab, token))

@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceStats:
     """A device that holds pooled layers. mode: how pages move, "stream", "remote", "sync" or "host". bytes: of the
-    pool, and of where pages arrive and queries are kept.
+    pool, and of where pages arrive and queries are kept. staging_bytes: of where pages arrive alone.
     """
 
     name: str
     mode: str
     layers: int
     bytes: int
+    staging_bytes: int
 
 
 def _live(read: Callable[[Any], Any], doc: str) -> Any:
@@ -158,6 +159,7 @@ class PoolStats:
                 mode=device.mode,
                 layers=device.layers,
                 bytes=device.slot_bytes * self.pool + device.staging_bytes + device.query_bytes,
+                staging_bytes=device.staging_bytes,
             )
             for device in self._sequence.engine.info.devices
         )

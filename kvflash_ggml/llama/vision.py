@@ -6,6 +6,7 @@ import copy
 import ctypes
 import hashlib
 import mmap
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from ..placement import memory
 
 if TYPE_CHECKING:
     from ..media.files import MediaLimits
+    from ..runtime.text import Text
 
 HANDLERS = (Llava15ChatHandler, MTMDChatHandler)
 """Upstream's classes that evaluate images by `libmtmd`; the others are made of them."""
@@ -111,14 +113,14 @@ def _with_urls(message: Any) -> Any:
     return {**message, "content": parts}
 
 
-def open_projector(llm: Any, handler: Any) -> None:
+def open_projector(llm: llama_cpp.Llama, handler: object, known: dict[str, int]) -> None:
     """Load the projector of a model that has just been loaded, before a pool takes what memory is left.
 
-    handler: of the model's chats; nothing is done unless it is a `Projector`. ConfigError if it is none of this model.
+    handler: of the model's chats; nothing is done unless it is a `Projector`. known: bytes of devices, by name, that
+    were free before: what the projector takes is subtracted. ConfigError if it is none of this model.
     """
     if not isinstance(handler, Projector):
         return
-    known: dict[str, int] = llm._free_before
     before = {device.name: device.free for device in memory.devices()} if known else {}
     handler._init_mtmd_context(llm)
     for device in memory.devices() if known else ():
@@ -135,15 +137,15 @@ def reserve_bytes(handler: Any) -> int:
     return COMPUTE_BYTES + (Path(handler.clip_model_path).stat().st_size if handler.mtmd_ctx is None else 0)
 
 
-def answer(llm: Any, *args: Any, **settings: Any) -> Any:
+def answer(llm: llama_cpp.Llama, made: Text, lock: threading.RLock, **settings: Any) -> Any:
     """What `create_chat_completion` of a Llama with one of the `HANDLERS` and a pool returns.
 
     The handler collects its prompt in a `Seat`, where upstream would evaluate it after it has cleared the cache. The
     prompt is then read like any other: from where it differs from the text at hand. ConfigError for a projector whose
-    rows a pool cannot place, and where something drafts.
+    rows a pool cannot place, and where something drafts. made, lock: see `Encoder`.
     """
-    seat: Any = Seat(llm)
-    return llama_cpp.Llama.create_chat_completion(seat, *args, **settings)
+    seat: Any = Seat(llm, made, lock)
+    return llama_cpp.Llama.create_chat_completion(seat, **settings)
 
 
 def name_of(data: bytes, salt: str = "") -> str:
@@ -153,24 +155,24 @@ def name_of(data: bytes, salt: str = "") -> str:
 
 
 class Encoder:
-    """A model's projector: what media become in its pool. llm: a `Llama` with one of the `HANDLERS` and a pool.
+    """A model's projector: what media become in its pool.
 
-    mtmd: `llama_cpp.mtmd_cpp`; context: its context for this model; media: the embeddings that the pool keeps; sees,
-    hears: does it take images and sound? ConfigError where something drafts, and for a projector that is none of this
-    model.
+    llm: a `Llama` with one of the `HANDLERS` and a pool. text: at hand in it. lock: that its calls hold. mtmd:
+    `llama_cpp.mtmd_cpp`; context: its context for this model; media: the embeddings that the pool keeps; sees, hears:
+    does it take images and sound? ConfigError where something drafts, and for a projector that is none of this model.
     """
 
-    def __init__(self, llm: Any) -> None:
-        handler, sequence = llm.chat_handler, llm._at_hand.sequence
-        pool = sequence.pool
-        speculator = llm._at_hand.speculator
-        if speculator is not None and (speculator.types != (NGRAM,) or llm._config.answer == "lossless"):
+    def __init__(self, llm: llama_cpp.Llama, text: Text, lock: threading.RLock) -> None:
+        handler: Any = llm.chat_handler
+        sequence, speculator = text.pooled, text.speculator
+        pool, answer = sequence.pool, sequence.config.answer
+        if speculator is not None and (speculator.types != (NGRAM,) or answer == "lossless"):
             raise ConfigError(
                 f"drafts by {', '.join(speculator.types)} beside a chat handler for images, with answers "
-                f"{llm._config.answer!r}: only kvflash_spec='ngram' drafts in texts with images, and not for lossless "
+                f"{answer!r}: only kvflash_spec='ngram' drafts in texts with images, and not for lossless "
                 "answers"
             )
-        self._lock = llm._call_lock.lock
+        self._lock = lock
         with self._lock:
             handler._init_mtmd_context(llm)
             _log_as_upstream(handler)
@@ -269,11 +271,12 @@ class Encoder:
 class Seat:
     """What a handler sees of a `Llama` while it makes a prompt. All else is that of the model."""
 
-    def __init__(self, llm: Any) -> None:
-        encoder = Encoder(llm)
-        self._llm = llm
-        self.chat_handler = copy.copy(llm.chat_handler)  # the model's own stays as upstream made it
-        self.chat_handler._mtmd_cpp = _Mtmd(encoder, self)
+    def __init__(self, llm: llama_cpp.Llama, text: Text, lock: threading.RLock) -> None:
+        encoder = Encoder(llm, text, lock)
+        self._llm, self._model = llm, text.model
+        handler: Any = copy.copy(llm.chat_handler)  # the model's own stays as upstream made it
+        handler._mtmd_cpp = _Mtmd(encoder, self)
+        self.chat_handler = handler
         self.media = encoder.media
         self.reset()
 
@@ -282,7 +285,7 @@ class Seat:
 
     @property
     def _ctx(self) -> Any:
-        return _Uncleared(self._llm._ctx)
+        return _Uncleared(self._model.context)
 
     def reset(self) -> None:
         """Begin a prompt. The text of the model stays."""

@@ -11,13 +11,41 @@ _BYTES = {name: byte for byte in range(256) for name in (b"<0x%02X>" % byte, byt
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
+def of(model: Any) -> Any:
+    """Return llama.cpp's pointer to the vocabulary of a model. model: its pointer, as `Llama.model` is one."""
+    import llama_cpp  # here, as below: `check` needs none
+
+    return llama_cpp.llama_model_get_vocab(model)
+
+
+def ends(vocab: Any) -> frozenset[int]:
+    """Return the tokens that end a text. vocab: llama.cpp's pointer. It takes a call for each token."""
+    import llama_cpp
+
+    return frozenset(token for token in range(llama_cpp.llama_vocab_n_tokens(vocab)) if is_end(vocab, token))
+
+
+def is_end(vocab: Any, token: int) -> bool:
+    """Report whether a token ends a text."""
+    import llama_cpp
+
+    return bool(llama_cpp.llama_vocab_is_eog(vocab, token))
+
+
+def name(vocab: Any, token: int) -> str:
+    """Return a token as the vocabulary writes it, as "<s>"; empty for -1, which stands for no token."""
+    import llama_cpp
+
+    return "" if token == -1 else str(llama_cpp.llama_vocab_get_text(vocab, token).decode("utf-8"))
+
+
 def incomplete(vocab: Any) -> frozenset[bytes] | None:
     """Return the tokens of a vocabulary that cannot spell every text, none where there is no vocabulary.
 
     None for a vocabulary that can. vocab: llama.cpp's pointer. Only tokenizers of SentencePiece's kind (SPM) spell text
     in tokens of bytes, and some files lack these.
     """
-    import llama_cpp  # here: the check below needs none
+    import llama_cpp
 
     kind = llama_cpp.llama_vocab_type(vocab)
     if kind != llama_cpp.LLAMA_VOCAB_TYPE_SPM:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from ..arrays import address
 from ..config import Fit, KVFlashConfig
 from ..constants import CHUNK, POOL_STEP, SPEED_CAP, round_up
 from ..errors import UnsupportedModelError, mebibytes
@@ -16,6 +16,9 @@ from .needs import STAGED_PAGES
 from .sizes import HOST, Device
 
 if TYPE_CHECKING:
+    from llama_cpp import llama_context_params
+    from llama_cpp._internals import LlamaModel
+
     from ..native.info import DeviceInfo
     from ..native.sizes import Needs
 
@@ -81,15 +84,15 @@ class PoolSize:
 
 def fit(
     config: KVFlashConfig,
-    model: Any,
-    params: Any,
+    model: LlamaModel,
+    params: llama_context_params,
     *,
     query_rows: int = 0,
     reserved: int = 0,
     mapped: bool = False,
     before: Mapping[str, int] | None = None,
 ) -> PoolSize:
-    """Return the pool for a llama_cpp LlamaModel and llama_context_params. UnsupportedModelError if it can have none.
+    """Return the pool for a model, and the parameters of its context. UnsupportedModelError if it can have none.
 
     query_rows: captured queries. reserved: bytes of the first device that something else will take. mapped: weights on
     the host are pages of their file. before: bytes that were free before the model was loaded, by device.
@@ -101,7 +104,7 @@ def fit(
     least, most = bounds(config, n_ctx)
     if least == most:
         return resolve(config, n_ctx=n_ctx, slot_bytes=slot_bytes, lanes=())
-    there = _survey(address(model), params, (least, most), query_rows, reserved, mapped, before or {})
+    there = _survey(address(model.model), params, (least, most), query_rows, reserved, mapped, before or {})
     size = resolve(config, n_ctx=n_ctx, slot_bytes=slot_bytes, lanes=there.lanes)
     why = size.why + "".join(f", {x / 2**20:,.0f} MiB of {name} went" for name, x in there.lost.items())
     uneven = are_uneven(there.lanes, there.spare, least, most)
@@ -134,7 +137,7 @@ class _Survey:
 
 def _survey(
     model: int,
-    params: Any,
+    params: llama_context_params,
     pools: tuple[int, int],
     query_rows: int,
     reserved: int,
@@ -166,12 +169,12 @@ def _survey(
     return res
 
 
-def slot_size(model: Any, params: Any) -> int:
+def slot_size(model: LlamaModel, params: llama_context_params) -> int:
     """Return the bytes of one token in the pool. UnsupportedModelError if the model cannot run in one."""
     from ..native import engine as native
 
     shares = native.probe(
-        address(model),
+        address(model.model),
         type_k=params.type_k,
         type_v=params.type_v,
         offload=params.offload_kqv,
@@ -221,18 +224,18 @@ def resolve(config: KVFlashConfig, *, n_ctx: int, slot_bytes: int, lanes: Sequen
 
 
 def sequences_for(
-    config: KVFlashConfig, model: Any, params: Any, slots: int, *, query_rows: int = 0
+    config: KVFlashConfig, model: LlamaModel, params: llama_context_params, slots: int, *, query_rows: int = 0
 ) -> tuple[int, str]:
     """Return how many sequences `parallel="auto"` means, and why there is only one; else the reason is empty.
 
-    model: a LlamaModel. params: llama_context_params of one sequence. slots: the pool, with contexts as long as it
+    params: of one sequence. slots: the pool, with contexts as long as it
     takes to fill it. query_rows: captured queries of a sequence.
     """
     if why := config.serves_one or ("deterministic=True" if config.deterministic else ""):
         return 1, f"{why} serves one"
     from ..native import measure
 
-    at, slot, n_ctx = address(model), slot_size(model, params), round_up(params.n_ctx, POOL_STEP)
+    at, slot, n_ctx = address(model.model), slot_size(model, params), round_up(params.n_ctx, POOL_STEP)
     devices = memory.of_model(at)
 
     def measured(count: int) -> tuple[Sequence[Needs], int]:
@@ -292,10 +295,6 @@ def warn_if_tight(devices: Sequence[DeviceInfo], n_ubatch: int) -> None:
             )
 
 
-def address(model: Any) -> int:
-    return ctypes.cast(model.model, ctypes.c_void_p).value or 0
-
-
 # --- page images
 
 
@@ -346,7 +345,7 @@ def warn_if_too_long(n_ctx: int, page_bytes: int, weights: int, host: Device) ->
     )  # fmt: skip
 
 
-def copied(params: Any, **changes: Any) -> Any:
+def copied(params: llama_context_params, **changes: Any) -> llama_context_params:
     """Copy parameters, with some fields changed."""
     res = type(params).from_buffer_copy(params)
     for name, value in changes.items():
@@ -354,8 +353,8 @@ def copied(params: Any, **changes: Any) -> Any:
     return res
 
 
-def with_steps(model: Any, params: Any, *, n_batch: int, n_ubatch: int) -> Any:
-    """Return a context's parameters as upstream will set them once it knows how long a LlamaModel's context is."""
+def with_steps(model: LlamaModel, params: llama_context_params, *, n_batch: int, n_ubatch: int) -> llama_context_params:
+    """Return a context's parameters as upstream will set them once it knows how long the model's context is."""
     n_ctx = params.n_ctx or model.n_ctx_train()
     step = min(n_ctx, n_batch)
     return copied(params, n_ctx=n_ctx, n_batch=step, n_ubatch=min(step, n_ubatch))

@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError, brief
+from ..native import vocabulary
 
 if TYPE_CHECKING:
     import llama_cpp
+    from llama_cpp._internals import LlamaModel
 
-
-_ENDS: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+_ENDS: WeakKeyDictionary[LlamaModel, list[int]] = WeakKeyDictionary()
 """The tokens of a model that end an answer."""
 
 _MOST = 1e30
@@ -61,14 +62,13 @@ def _bias_processor(bias: dict[int, float]) -> Any:
 
 
 def without_end(
-    processor: Sequence[Callable[[Any, Any], Any]] | None, model: Any, length: int
+    processor: Sequence[Callable[[Any, Any], Any]] | None, model: LlamaModel, length: int
 ) -> llama_cpp.LogitsProcessorList:
-    """Return the processors, and one that lets no answer end before so many tokens. model: the `LlamaModel`."""
+    """Return the processors, and one that lets no answer end before so many tokens."""
     import llama_cpp
 
     if model not in _ENDS:  # a call for each token of the vocabulary
-        is_end, vocab = llama_cpp.llama_vocab_is_eog, model.vocab
-        _ENDS[model] = [token for token in range(model.n_vocab()) if is_end(vocab, token)]
+        _ENDS[model] = list(vocabulary.ends(model.vocab))
     ends = _ENDS[model]
 
     def go_on(input_ids: npt.NDArray[np.intc], scores: npt.NDArray[np.single]) -> npt.NDArray[np.single]:

@@ -8,6 +8,7 @@ from ..errors import CLOSED, KVFlashError
 
 if TYPE_CHECKING:
     import llama_cpp
+    from llama_cpp._internals import LlamaContext, LlamaModel
 
     from ..calibration.finder import HeadFinder
 
@@ -19,19 +20,25 @@ class Closed:
         raise KVFlashError(CLOSED)
 
 
+def weights_of(llm: llama_cpp.Llama) -> LlamaModel:
+    """Return upstream's object of a model's weights, which it shows nobody, for a further context on them."""
+    return llm._model
+
+
 class Model:
     """A loaded model, which its texts share.
 
-    weights, context: upstream's `LlamaModel` and `LlamaContext`. n_ctx: most tokens of a text. n_ubatch: of a step,
-    as llama.cpp has them. logits_all: the logits of all tokens are kept. finder: of retrieval heads; None where the
-    policy uses none.
+    weights, context: upstream's parts. n_ctx: most tokens of a text. n_batch: of a call of upstream's. n_ubatch: of a
+    step, as llama.cpp has them. logits_all: the logits of all tokens are kept. finder: of retrieval heads; None where
+    the policy uses none.
     """
 
     def __init__(self, llm: llama_cpp.Llama, *, logits_all: bool) -> None:
-        self.weights: Any = llm._model
-        self.context: Any = llm._ctx
+        self.weights: LlamaModel = weights_of(llm)
+        self.context: LlamaContext = llm._ctx
         self.n_ctx: int = llm._n_ctx
         self.n_vocab: int = llm._n_vocab
+        self.n_batch: int = llm.n_batch
         self.n_ubatch: int = llm.context_params.n_ubatch or llm.n_batch
         self.n_threads: int = llm.n_threads
         self.logits_all = logits_all

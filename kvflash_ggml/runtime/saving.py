@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -134,6 +135,16 @@ class Saver:
 
         text.prefixes = Prefixes(cache, text.sequence, self.snapshots, n_vocab=text.model.n_vocab)
         text.model.context._exit_stack.callback(text.prefixes.close)
+
+    @contextmanager
+    def uncached(self) -> Iterator[None]:
+        """Take nothing from the prefix cache, and keep nothing there, within this context manager."""
+        text, prefixes = self.text, self.text.prefixes
+        text.prefixes = None
+        try:
+            yield
+        finally:
+            text.prefixes = prefixes
 
     def keep_prefix(self) -> None:
         """Put the text into the prefix cache, if there is one."""

@@ -283,7 +283,9 @@ class Text:
         sequence.keep(row)
         if self.model.logits_all:
             self.grow_scores(pos + 1)
-            logits = self.model.context.get_logits_ith(sequence.logits.row(pos))
+            row_at = sequence.logits.row(pos)
+            assert row_at is not None
+            logits = self.model.context.get_logits_ith(row_at)
             self.scores[pos] = np.ctypeslib.as_array(logits, shape=(self.model.n_vocab,))
         self.input_ids[pos] = sequence.ids[pos]
         self.n_tokens = pos + 1

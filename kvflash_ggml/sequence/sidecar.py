@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from contextlib import ExitStack
 from types import MappingProxyType
@@ -12,7 +11,7 @@ import llama_cpp
 import numpy as np
 from llama_cpp import _internals as internals
 
-from ..arrays import Int32s
+from ..arrays import Int32s, address
 from ..config import KVFlashConfig
 from ..constants import CHUNK, POOL_STEP, round_up
 from ..logs import Progress
@@ -27,20 +26,19 @@ from .sequence import Sequence
 class Sidecar:
     """A sequence that holds its whole context, and has the page images of its sealed chunks on the host.
 
-    model: a llama_cpp LlamaModel, which must outlive this. query_rows: newest queries to keep. step: tokens to evaluate
-    at once. settings: llama_context_params for the number of threads. rope: fields of llama_context_params for the
-    encoding of positions, in place of the model file's. Raises the errors of llama.cpp's wrappers and of the engine if
-    the model cannot run in a pool, or there is no memory.
+    model: must outlive this. query_rows: newest queries to keep. step: tokens to evaluate at once. settings: for the
+    number of threads. rope: fields for the encoding of positions, in place of the model file's. Raises the errors of
+    llama.cpp's wrappers and of the engine if the model cannot run in a pool, or there is no memory.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: internals.LlamaModel,
         *,
         n_ctx: int,
         query_rows: int,
         step: int,
-        settings: Any,
+        settings: llama_cpp.llama_context_params,
         rope: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         with ExitStack() as stack:
@@ -48,7 +46,7 @@ class Sidecar:
             context = _context(model, min(n_ctx, model.n_ctx_train()), query_rows, step, settings, rope)
             stack.callback(context.close)
             self.n_ctx = context.n_ctx() // CHUNK * CHUNK
-            engine = native.Engine(ctypes.cast(context.ctx, ctypes.c_void_p).value or 0, step)
+            engine = native.Engine(address(context.ctx), step)
             stack.callback(engine.close)
             config = KVFlashConfig(pool=engine.info.n_slots)
             self.session = Sequence(Pool(engine, n_ubatch=step), config, seq=0, n_ctx=context.n_ctx(), n_batch=step)
@@ -58,12 +56,12 @@ class Sidecar:
             self._stack = stack.pop_all()
 
     @staticmethod
-    def slot_shares(model: Any, settings: Any) -> tuple[int, ...]:
+    def slot_shares(model: internals.LlamaModel, settings: llama_cpp.llama_context_params) -> tuple[int, ...]:
         """Return the bytes that a token takes of each device, and of the host. UnsupportedModelError if the model
         cannot run in a pool.
         """
         return native.probe(
-            ctypes.cast(model.model, ctypes.c_void_p).value or 0,
+            address(model.model),
             type_k=llama_cpp.GGML_TYPE_F16,
             type_v=llama_cpp.GGML_TYPE_F16,
             offload=settings.offload_kqv,
@@ -98,7 +96,10 @@ class Sidecar:
         self._stack.close()
 
 
-def _context(model: Any, n_ctx: int, query_rows: int, step: int, settings: Any, rope: Mapping[str, Any]) -> Any:
+def _context(
+    model: internals.LlamaModel, n_ctx: int, query_rows: int, step: int, settings: llama_cpp.llama_context_params,
+    rope: Mapping[str, Any],
+) -> internals.LlamaContext:  # fmt: skip
     params = llama_cpp.llama_context_default_params()
     for name, value in rope.items():
         setattr(params, name, value)

@@ -90,15 +90,13 @@ class LlamaPrompts:
         import llama_cpp
 
         from ..chat.templates import ChatTemplate
-        from ..llama.image_reader import image_reader_of
+        from ..llama.serving import image_reader_of
 
         self._llm = llm
-        self._model = llm._model
+        self._vocab = vocab = vocabulary.of(llm.model)
         self.template = template if template is not None else llm.metadata.get("tokenizer.chat_template")
         bos, eos = llm.token_bos(), llm.token_eos()
-        self._bos = self._model.token_get_text(bos) if bos != -1 else ""
-        self._eos = self._model.token_get_text(eos) if eos != -1 else ""
-        vocab = self._model.vocab
+        self._bos, self._eos = vocabulary.name(vocab, bos), vocabulary.name(vocab, eos)
         self._incomplete = vocabulary.incomplete(vocab)
         self._pieces: dict[int, bytes] = {}
         self._chat = None
@@ -151,7 +149,7 @@ class LlamaPrompts:
 
     def _tokenize(self, data: bytes, add_special: bool, parse_special: bool) -> list[int]:
         vocabulary.check(data, self._incomplete)
-        return vocabulary.tokenize(self._model.vocab, data, add_special=add_special, parse_special=parse_special)
+        return vocabulary.tokenize(self._vocab, data, add_special=add_special, parse_special=parse_special)
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         text = b"".join(map(self._piece, tokens))
@@ -161,7 +159,7 @@ class LlamaPrompts:
     def _piece(self, token: int) -> bytes:
         piece = self._pieces.get(token, b"" if token < 0 else None)  # a row of an image has no text
         if piece is None:
-            piece = self._pieces[token] = vocabulary.piece(self._model.vocab, token, special=True)
+            piece = self._pieces[token] = vocabulary.piece(self._vocab, token, special=True)
         return piece
 
     def check_grammar(self, grammar: Grammar | str, salt: str) -> None:
@@ -173,7 +171,7 @@ class LlamaPrompts:
         from ..runtime.samplers import sampler_of
 
         grammar = Grammar(text=grammar) if isinstance(grammar, str) else grammar
-        llama_cpp.llama_sampler_free(sampler_of(self._model.vocab, grammar))
+        llama_cpp.llama_sampler_free(sampler_of(self._vocab, grammar))
 
     def schema_grammar(self, schema: Any, *, strict: bool, where: str) -> tuple[str, tuple[str, ...]]:
         from ..chat import formats
@@ -186,14 +184,14 @@ class LlamaPrompts:
 
         wanted = ("general.name", "general.architecture", "general.size_label")
         general = {name.partition(".")[2]: self._llm.metadata[name] for name in wanted if name in self._llm.metadata}
-        model = self._model
+        model = self._llm.model
         return {
             **general,
             "model_path": Path(self._llm.model_path).name,  # where it lies concerns its owner only
-            "size": llama_cpp.llama_model_size(model.model),
-            "n_params": model.n_params(),
-            "n_embd": model.n_embd(),
-            "n_ctx_train": model.n_ctx_train(),
+            "size": llama_cpp.llama_model_size(model),
+            "n_params": llama_cpp.llama_model_n_params(model),
+            "n_embd": self._llm.n_embd(),
+            "n_ctx_train": llama_cpp.llama_model_n_ctx_train(model),
             "n_vocab": self.n_vocab,
             "bos_token": self._bos,
             "eos_token": self._eos,

@@ -15,6 +15,8 @@ from ..errors import SnapshotError
 from ..native.library import build_info
 
 if TYPE_CHECKING:
+    from llama_cpp import Llama
+
     from ..native.engine import Engine, Layer
 
 HEAD = 32 << 20
@@ -39,8 +41,8 @@ def of_engine(engine: Engine) -> Fingerprint:
     return {"chunk": CHUNK, **facts, "layers": [_shape(layer) for layer in engine.layers]}
 
 
-def of_llama(llm: Any, engine: Engine) -> Callable[[], Fingerprint]:
-    """Return a function for the fingerprint of a model and build. llm: a `llama_cpp.Llama`, just loaded.
+def of_llama(llm: Llama, engine: Engine) -> Callable[[], Fingerprint]:
+    """Return a function for the fingerprint of a model and build. llm: just loaded.
 
     The function hashes the files: most models are never saved.
     """

@@ -21,6 +21,7 @@ from kvflash_ggml.drafter import model as drafter
 from kvflash_ggml.errors import ConfigError, ConversionError
 from kvflash_ggml.gguf.reader import Field
 from kvflash_ggml.llama import fitting
+from kvflash_ggml.native import vocabulary
 from kvflash_ggml.policy.crosstok import TextReader
 from kvflash_ggml.policy.drafter import QUERY_ROWS, TokenReader
 from kvflash_ggml.policy.heads import softmax_max, split
@@ -200,8 +201,8 @@ def test_pieces_spell_the_text(target: Any, other_tokens: Path) -> None:
     model = reader._drafter.model
     for vocab in (target._model, model):
         ids = vocab.tokenize(text, add_bos=False, special=True)
-        assert b"".join(drafter.piece(vocab, token) for token in ids) == text
-    assert drafter.piece(model, model.token_eos()) == b""
+        assert b"".join(vocabulary.piece(vocab.vocab, token, special=False) for token in ids) == text
+    assert vocabulary.piece(model.vocab, model.token_eos(), special=False) == b""
     reader.close()
 
 

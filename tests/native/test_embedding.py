@@ -48,7 +48,7 @@ def llama(models: dict[str, Path], loaded: None) -> Iterator[Callable[..., Any]]
 def test_as_upstream(kind: str, pooling: Any, models: dict[str, Path], llama: Callable[..., Any]) -> None:
     import llama_cpp
 
-    from kvflash_ggml.llama.embedding import Embedder
+    from kvflash_ggml.llama.serving import embedder_of
 
     llm = llama(models[kind], n_ctx=2048, kvflash=replace(POOL, deterministic=True))
 
@@ -57,7 +57,7 @@ def test_as_upstream(kind: str, pooling: Any, models: dict[str, Path], llama: Ca
         return str(llm.create_completion(WORDS[:3000], max_tokens=8, temperature=0)["choices"][0]["text"])
 
     before = answer()
-    embedder = Embedder(llm, pooling=pooling)
+    embedder = embedder_of(llm, pooling=pooling)
     kinds = {"mean": llama_cpp.LLAMA_POOLING_TYPE_MEAN, "last": llama_cpp.LLAMA_POOLING_TYPE_LAST}
     stock = llama(
         models[kind], n_ctx=512, n_batch=512, n_ubatch=512, embedding=True, pooling_type=kinds[pooling], flash_attn=True
@@ -71,10 +71,10 @@ def test_as_upstream(kind: str, pooling: Any, models: dict[str, Path], llama: Ca
 
 
 def test_a_model_without_a_kind_of_pooling_takes_the_mean(models: dict[str, Path], llama: Callable[..., Any]) -> None:
-    from kvflash_ggml.llama.embedding import Embedder
+    from kvflash_ggml.llama.serving import embedder_of
 
     llm = llama(models["dense"], n_ctx=1024, kvflash=POOL)
-    embedder = Embedder(llm)
+    embedder = embedder_of(llm)
     assert (embedder.pooling, embedder.most) == ("mean", 512)
     with pytest.raises(ContextFull, match="513 tokens, and 512 is the most"):
         embedder.embed(np.zeros(513, np.int32))
@@ -84,19 +84,20 @@ def test_a_model_without_a_kind_of_pooling_takes_the_mean(models: dict[str, Path
 def test_memory_is_left_for_it(models: dict[str, Path], llama: Callable[..., Any]) -> None:
     import llama_cpp
 
-    from kvflash_ggml.llama.embedding import Embedder, reserve_bytes
+    from kvflash_ggml.arrays import address
+    from kvflash_ggml.llama.embedding import reserve_bytes
     from kvflash_ggml.llama.fitting import beside
     from kvflash_ggml.llama.parameters import defaults, read
-    from kvflash_ggml.placement.sizing import address
+    from kvflash_ggml.llama.serving import embedder_of
 
     llm = llama(models["dense"], n_ctx=1024, kvflash=POOL)
-    said = reserve_bytes(address(llm._model), llm.context_params, POOL)
-    taken = Embedder(llm).bytes
+    said = reserve_bytes(address(llm.model), llm.context_params, POOL)
+    taken = embedder_of(llm).bytes
     if ON_GPU:  # what it takes of the host is taken, and not kept free
         assert 0.6 * taken < said < taken
     else:
         assert said == pytest.approx(taken, rel=0.2)
-    assert reserve_bytes(address(llm._model), llama_cpp.llama_context_default_params(), KVFlashConfig()) == 0
+    assert reserve_bytes(address(llm.model), llama_cpp.llama_context_default_params(), KVFlashConfig()) == 0
 
     def reserved(config: KVFlashConfig) -> int:
         return beside(str(models["dense"]), read({"kvflash": config}, defaults)).reserved
@@ -105,14 +106,14 @@ def test_memory_is_left_for_it(models: dict[str, Path], llama: Callable[..., Any
 
 
 def test_what_cannot_be(models: dict[str, Path], llama: Callable[..., Any]) -> None:
-    from kvflash_ggml.llama.embedding import Embedder
+    from kvflash_ggml.llama.serving import embedder_of
 
     without = llama(models["dense"], n_ctx=512, kvflash=KVFlashConfig(pool=512))
     with pytest.raises(ConfigError, match="embedding=N"):
-        Embedder(without)
+        embedder_of(without)
     plain = llama(models["dense"], n_ctx=512, kvflash=POOL)
     with pytest.raises(ConfigError, match="no head that ranks"):
-        Embedder(plain, pooling="rank")
+        embedder_of(plain, pooling="rank")
 
 
 def test_a_server_of_both(models: dict[str, Path]) -> None:

@@ -315,7 +315,7 @@ def test_an_image_that_is_dropped_while_it_waits(
     projector: Path, room: int | None, encoded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was known when its request came, so nobody decoded it. room: bytes for embeddings of requests that wait."""
-    from kvflash_ggml.llama import image_reader
+    from kvflash_ggml.llama import image_reader, serving
 
     if room is not None:
         monkeypatch.setattr(image_reader, "LENT", room)
@@ -325,7 +325,7 @@ def test_an_image_that_is_dropped_while_it_waits(
     red, blue = (base64.b64decode(url.partition(",")[2]) for url in (RED, BLUE))
     config = KVFlashConfig(pool=2048, calibrate=False)
     with closing(Llama(str(MODEL), kvflash=config, mmproj=projector, logits_all=True, **SIZE)) as llm:
-        reader = image_reader.ImageReader(llm)
+        reader = serving.image_reader_of(llm)
         media = reader.encoder.media
 
         def read(image: Any) -> Any:
@@ -375,14 +375,14 @@ def test_an_image_is_kept_for_its_salt_alone(
     projector: Path, encoded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither what stands for it nor its embeddings: the time would tell who has sent it."""
-    from kvflash_ggml.llama import image_reader
+    from kvflash_ggml.llama import serving
 
     stock, decoded = files.decode, []
     monkeypatch.setattr(files, "decode", lambda *args, **more: (decoded.append(1), stock(*args, **more))[1])
     red = base64.b64decode(RED.partition(",")[2])
     config = KVFlashConfig(pool=2048, calibrate=False)
     with closing(Llama(str(MODEL), kvflash=config, mmproj=projector, logits_all=True, **SIZE)) as llm:
-        reader = image_reader.ImageReader(llm)
+        reader = serving.image_reader_of(llm)
         scores = []
         for count, salt in ((1, ""), (1, ""), (2, "a"), (2, "a"), (3, "b")):
             image = reader.read(red, files.MediaLimits(), salt)

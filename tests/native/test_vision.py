@@ -481,9 +481,9 @@ def test_what_a_projector_takes_is_not_lost(projector: Path, monkeypatch: pytest
     free = {"CUDA0": 100, "CPU": 7}
     monkeypatch.setattr(vision.memory, "devices", lambda: [SimpleNamespace(name=n, free=f) for n, f in free.items()])
     monkeypatch.setattr(vision.Projector, "_init_mtmd_context", lambda self, llm: free.update(CUDA0=70))
-    llm = SimpleNamespace(_free_before={"CUDA0": 150})
-    vision.open_projector(llm, vision.Projector(projector))
-    assert llm._free_before == {"CUDA0": 120}
+    known = {"CUDA0": 150}
+    vision.open_projector(SimpleNamespace(), vision.Projector(projector), known)
+    assert known == {"CUDA0": 120}
 
 
 def test_mmproj_is_refused_where_it_cannot_be_used(projector: Path, tmp_path: Path) -> None:

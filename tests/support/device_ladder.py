@@ -12,9 +12,9 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from kvflash_ggml.arrays import address
 from kvflash_ggml.native.engine import probe
 from kvflash_ggml.placement import memory
-from kvflash_ggml.placement.sizing import address
 from support.harness import CHUNK, logits_along, same_bits
 from support.inside import inside
 
@@ -52,7 +52,7 @@ def check_place(llm: Any, placed: Placed) -> None:
 
 def _shares(llm: Any) -> dict[str, int]:
     """What a token takes of each device, as it is told before there is a context."""
-    model, params = address(llm._model), llm.context_params
+    model, params = address(llm.model), llm.context_params
     shares = probe(model, type_k=params.type_k, type_v=params.type_v, offload=params.offload_kqv, arch="")
     names = [device.name for device in memory.of_model(model)]
     return {name: share for name, share in zip(names, shares, strict=True) if share}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import socket
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +29,16 @@ POOLED = Arm(
 FOUND = Finding(
     model="qwen3 Some Model", length=8192, full=FULL, pooled=POOLED, driver=True, apart=0.0, alike=3, seconds=99.0
 )
+
+
+@pytest.fixture(autouse=True)
+def vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vocabulary of a model is the model itself here, and no token ends a text."""
+    known = SimpleNamespace(
+        of=lambda model: model, is_end=lambda vocab, token: False,
+        name=lambda vocab, token: "" if token == -1 else vocab.known[token],
+    )  # fmt: skip
+    monkeypatch.setattr(checking, "vocabulary", known)
 
 
 def test_one_sentence_says_what_came_of_it() -> None:
@@ -128,7 +137,7 @@ class Words:
     def __init__(self, template: str | None) -> None:
         self.metadata = {} if template is None else {"tokenizer.chat_template": template}
         self.known: list[str] = ["<s>"]
-        self._model = SimpleNamespace(token_get_text=lambda token: self.known[token])
+        self.model = self
 
     def tokenize(self, text: bytes, *, add_bos: bool, special: bool) -> list[int]:
         words = text.decode().split()
@@ -180,10 +189,10 @@ def test_a_reply_is_right_with_the_value_as_a_word(reply: str, right: bool) -> N
     assert is_right(reply, "pink") is right
 
 
-def test_questions_are_asked_while_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_questions_are_asked_while_there_is_time() -> None:
     class Model:
         kvflash = None
-        _model = SimpleNamespace(vocab=None)
+        model = None
 
         def generate(self, tokens: list[int], temp: float) -> Any:
             yield from range(1000)
@@ -195,7 +204,6 @@ def test_questions_are_asked_while_there_is_time(monkeypatch: pytest.MonkeyPatch
             return b"black"
 
     text = checking.FactText(tokens=list(range(1040)), asks=[([1], "black"), ([2], "pink"), ([3], "black")])
-    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(llama_vocab_is_eog=lambda vocab, token: False))
     arm = checking.measure(Model(), text, 1024, more=lambda done: done < 2, taken=lambda: 7)
     assert [speed.depth for speed in arm.speeds] == [256, 512, 1040]
     assert arm.right == [True, False]

@@ -12,13 +12,16 @@ FRONTS = ("llama/", "cli/")
 """Rooms that are fronts on a `Llama`, as users' programs are."""
 
 GIVEN = {
-    "batching/engine.py", "batching/llama.py", "calibration/choice.py", "calibration/finder.py", "drafter/model.py",
-    "runtime/model.py", "server/prompts.py", "server/run.py", "snapshot/fingerprint.py",
+    "batching/engine.py", "batching/llama.py", "calibration/choice.py", "calibration/finder.py", "runtime/model.py",
+    "server/prompts.py", "server/run.py", "snapshot/fingerprint.py",
 }  # fmt: skip
 """Files beside them that are given a `Llama`, to make something of it."""
 
-REACHES = 70
+REACHES = 12
 """Places that reach into a `Llama`, all in all."""
+
+UNTYPED = 5
+"""Parameters `llm` or `model` of any type: what a user may set, and pointers of llama.cpp's."""
 
 METHODS = 47
 """Of a class, at most. `native.engine.Engine` has one for each call of the seam."""
@@ -65,6 +68,19 @@ def test_few_places_reach_into_it() -> None:
         if isinstance(node, ast.Attribute) and is_model(node.value) and node.attr.startswith("_")
     ]
     assert len(found) <= REACHES, found
+    assert {place.partition(":")[0] for place in found if not place.startswith("llama/")} <= {"runtime/model.py"}
+
+
+def test_parameters_that_are_models_have_types() -> None:
+    found = [
+        f"{file}:{node.lineno} {one.arg}"
+        for file, tree in parsed()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for one in (*node.args.args, *node.args.kwonlyargs)
+        if one.arg in ("llm", "model") and one.annotation is not None and ast.unparse(one.annotation) == "Any"
+    ]
+    assert len(found) <= UNTYPED, found
 
 
 def test_no_class_has_too_many_methods() -> None:
