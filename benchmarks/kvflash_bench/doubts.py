@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from kvflash_ggml.arrays import Floats
 from kvflash_ggml.constants import POOL_STEP, round_up
+from kvflash_ggml.trace.events import Change
 
 from . import report
 from .faults import auc
@@ -64,21 +64,18 @@ class Watch:
         self._masses: list[float] = [0.0]
         self._late, self._left, self._moves, self._again = [0.0], [0.0], 0, 0
 
-    def changed(
-        self, *, length: int, resident: Sequence[int], recalled: Sequence[int], scores: Floats | None,
-        evicted_mass: float | None, generating: bool,
-    ) -> None:  # fmt: skip
-        before, self._here, self._end = self._here, set(resident), length
-        if not generating:
+    def changed(self, change: Change) -> None:
+        before, self._here, self._end = self._here, set(change.resident), change.length
+        if not change.generating:
             self._gone.clear()
-            self._began = length
+            self._began = change.length
             return
         self._gone |= before - self._here
-        self._moves += len(recalled)
-        self._again += len(self._gone.intersection(recalled))
-        if scores is not None:
-            shares = np.exp(scores)
-            self._masses.append(evicted_mass or 0.0)
+        self._moves += len(change.recalled)
+        self._again += len(self._gone.intersection(change.recalled))
+        if change.scores is not None:
+            shares = np.exp(change.scores)
+            self._masses.append(change.evicted_mass or 0.0)
             for found, there in ((self._late, before), (self._left, self._here)):
                 outside = np.ones(len(shares), np.bool_)
                 outside[[chunk for chunk in there if chunk < len(shares)]] = False

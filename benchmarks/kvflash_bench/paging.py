@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvflash_ggml.constants import CHUNK
-from kvflash_ggml.native.engine import Engine
+from kvflash_ggml.native.engine import PagedEngine
 
 from . import report
 from .inside import paged
@@ -54,7 +54,7 @@ def run(model: str, plan: Paging, options: dict[str, Any]) -> None:
     report.told("paging", model, options | asdict(plan), device, pool=plan.pool, types=types, **found)
 
 
-def measure_lanes(engine: Engine, counts: tuple[int, ...], *, repeats: int = 5) -> list[Lane]:
+def measure_lanes(engine: PagedEngine, counts: tuple[int, ...], *, repeats: int = 5) -> list[Lane]:
     """What each device of the pool could do at best."""
     return [
         Lane(
@@ -71,13 +71,13 @@ def measure_lanes(engine: Engine, counts: tuple[int, ...], *, repeats: int = 5) 
     ]
 
 
-def _plain(engine: Engine, size: int, direction: str, repeats: int, *, device: int) -> float:
+def _plain(engine: PagedEngine, size: int, direction: str, repeats: int, *, device: int) -> float:
     """Bytes a second, in GiB."""
     took = [engine.plain_copy(size, to_device=direction == "in", device=device) for _ in range(repeats)]
     return size / float(np.median(took)) / 2**30
 
 
-def measure(engine: Engine, counts: tuple[int, ...], *, repeats: int = 5, seed: int = 0) -> list[Transfer]:
+def measure(engine: PagedEngine, counts: tuple[int, ...], *, repeats: int = 5, seed: int = 0) -> list[Transfer]:
     """Page random sets of blocks in and out. The contents of the pool are lost."""
     info = engine.info
     blocks = info.n_slots // CHUNK

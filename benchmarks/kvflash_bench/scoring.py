@@ -13,7 +13,7 @@ import click
 import numpy as np
 
 from kvflash_ggml.constants import CHUNK, KV_TYPES
-from kvflash_ggml.native.engine import Engine
+from kvflash_ggml.native.engine import PagedEngine
 from kvflash_ggml.policy.base import ScoreRequest
 from kvflash_ggml.policy.heads import as_heads, every_head
 from kvflash_ggml.policy.qk import QKScorer
@@ -47,7 +47,7 @@ class Cost:
 class MadeUp:
     """The host's page images of a text that was never read (host.store.HostStore): every chunk has one of IMAGES."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: PagedEngine) -> None:
         self._engine = engine
         self._size = engine.info.page_bytes
         self._slab = engine.alloc(IMAGES * self._size)
@@ -86,7 +86,7 @@ def run(model: str, plan: Scoring, options: dict[str, Any]) -> None:
 
 
 def measure(
-    engine: Engine, *, contexts: Sequence[int], rows: Sequence[int], threads: Sequence[int], heads: Sequence[int]
+    engine: PagedEngine, *, contexts: Sequence[int], rows: Sequence[int], threads: Sequence[int], heads: Sequence[int]
 ) -> list[Cost]:
     """Keys and queries are made up: what they are does not change what they cost.
 
@@ -95,7 +95,7 @@ def measure(
     return [_cost(engine, *case) for case in product(contexts, rows, threads, heads)]
 
 
-def _cost(engine: Engine, context: int, rows: int, threads: int, n_heads: int) -> Cost:
+def _cost(engine: PagedEngine, context: int, rows: int, threads: int, n_heads: int) -> Cost:
     store = MadeUp(engine)
     keys = HostKeys(engine, store, threads=threads)  # type: ignore[arg-type]
     try:

@@ -6,7 +6,7 @@ import codecs
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, ContextFull
 from .behind import PREVIEW
@@ -25,9 +25,12 @@ from .messages import (
     Started,
     Usage,
 )
-from .model import Model, Paused, Pending, Task
+from .model import Paused, ServedText
 from .queue import Job
 from .slot import Slot
+
+if TYPE_CHECKING:
+    from ..runtime.task import Pending, Task
 
 
 class TextStream:
@@ -120,7 +123,7 @@ class Answer:
         self._job = job
         self._clock = clock
         self._began = clock()
-        self._model: Model | None = None  # of its slot, while it is made
+        self._model: ServedText | None = None  # of its slot, while it is made
         self._task: Task | None = None
         self._steps: Generator[int | Pending | None] | None = None
         self._newest = 0.0  # when the newest token of this turn was drawn
@@ -297,7 +300,7 @@ class Answer:
         if not self._first:  # later the text is read again
             self._to_read, self._read_yet = total, done
 
-    def _report(self, model: Model) -> dict[str, Any]:
+    def _report(self, model: ServedText) -> dict[str, Any]:
         """Report what the pool did for this answer."""
         now, before = model.counters(), self._before
         moved = {name: now[name] - before.get(name, 0) for name in ("page_ins", "page_outs")}

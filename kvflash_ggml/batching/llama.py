@@ -9,31 +9,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..arrays import Int32s
 from ..chat.values import Grammar
-from ..errors import ConfigError, KVFlashError
+from ..errors import ConfigError
 from ..llama import preview
 from ..logs import Progress
 from ..native import vocabulary
 from ..native.library import build_info
 from ..runtime.bias import with_bias
-from ..runtime.task import Request as Asked
-from ..runtime.task import Task
+from ..runtime.task import Task, TaskRequest
 from ..sequence import together
 from ..speculation.draft import DraftStats
 from ..speculation.loop import ANOTHER
 from ..state.session import SessionState
 from ..store.swapped import SwappedText
 from ..store.texts import usable
-from . import model
 from .behind import PREVIEW
 from .logprobs import PromptLogprobs, logprob_of
 from .messages import Image, Logprob, Request
-from .model import Paused, Residency, ResidencyObserver
+from .model import Paused, Residency, ResidencyObserver, ServedText
 
 if TYPE_CHECKING:
     from ..llama.llama import Llama
@@ -87,15 +85,13 @@ SLOWEST_S = 5.0
 
 
 class LlamaModel:
-    """Drives a text of a `Llama` with a pool; the first one has the others beside it. KVFlashError for one without.
+    """Drives a text of a `Llama` with a pool; the first one has the others beside it. Errors: those of `texts_of`.
 
     A text of which a request had some read in another way than the model reads is not kept in the prefix cache, nor is
     one that comes from a file: who opens its folder is promised that of the model.
     """
 
     def __init__(self, llm: Llama, at_hand: tuple[Saver, PoolStats] | None = None) -> None:
-        if llm.kvflash is None:
-            raise KVFlashError("a server parks conversations in a pool: make the Llama with kvflash=")
         from ..llama.serving import texts_of
 
         found = [at_hand] if at_hand is not None else texts_of(llm)
@@ -107,8 +103,6 @@ class LlamaModel:
         for one in self.beside:
             one._images = self._images
         sequence, model = self.text.pooled, self.text.model
-        if sequence.config.reading == "preview":
-            raise ConfigError("a server makes previews by request: make the Llama with kvflash_reading='auto'")
         self.n_ctx = model.n_ctx
         self.prompt_rows = sequence.pool.n_ubatch
         self.step_rows = min(MAX_ROWS, len(sequence.engine.token))
@@ -192,7 +186,7 @@ class LlamaModel:
             sampler = paused.sampler
         return Task(
             self._saver,
-            Asked(
+            TaskRequest(
                 tokens=tokens[-1:] if goes_on else tokens,
                 follows=goes_on,
                 sampler=sampler,
@@ -234,8 +228,7 @@ class LlamaModel:
         for image in chain(*self._images.values()):
             image.load()
 
-    def compute(self, steps: Sequence[model.Pending]) -> None:
-        pending = cast("Sequence[Pending]", steps)
+    def compute(self, pending: Sequence[Pending]) -> None:
         if self.text.pooled.engine.info.recurrent:
             pending = _levelled(pending, self.step_rows, self.text.pooled.engine.info.rs_planes + 1)
         began = time.perf_counter()
@@ -250,7 +243,7 @@ class LlamaModel:
             step.computed, step.error = bool(step.step.codes), error
             step.seconds, step.beside = seconds, rows - step.rows
 
-    def deal(self, answered: Sequence[tuple[model.Model, int]]) -> None:
+    def deal(self, answered: Sequence[tuple[ServedText, int]]) -> None:
         alone = answered[0][0] if len(answered) == 1 else None
         why_not = ANOTHER if alone is not None else f"{len(answered)} texts are decoded together"
         for text in sorted((self, *self.beside), key=lambda text: text is alone):  # who has them gives them back first

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..arrays import Floats, Int32s
 from ..logs import Progress
 from ..policy.qk import Reason
 from ..store.swapped import SwappedText
+from ..trace.events import Change
 from .messages import Logprob, Request
+
+if TYPE_CHECKING:
+    from ..runtime.task import Pending, Task
 
 MAX_RECALLED = 256
 """Chunks of one answer whose coming is told; the newest."""
@@ -46,33 +50,25 @@ class ResidencyObserver:
         self._known = {}
         self._set(recalled={})
 
-    def changed(
-        self,
-        *,
-        length: int,
-        resident: Sequence[int],
-        recalled: Sequence[int],
-        scores: Floats | None,
-        evicted_mass: float | None,
-        generating: bool,
-    ) -> None:
-        if not length:  # the text may be another from here on
+    def changed(self, change: Change) -> None:
+        """Tell the change with what was known before. See `Observer`."""
+        if not change.length:  # the text may be another from here on
             self._known, self.now = {}, Residency(number=self.now.number)
         came = dict(self.now.recalled)
-        if scores is not None:
-            self._known.update({reason.chunk: reason for reason in self._reasons(scores)})
-        for chunk in recalled:
+        if change.scores is not None:
+            self._known.update({reason.chunk: reason for reason in self._reasons(change.scores)})
+        for chunk in change.recalled:
             came.pop(chunk, None)
             came[chunk] = self._known.get(chunk)
         while len(came) > MAX_RECALLED:
             del came[next(iter(came))]
         self._set(
-            length=length,
-            resident=tuple(resident),
+            length=change.length,
+            resident=tuple(change.resident),
             recalled=came,
-            scores=self.now.scores if scores is None else scores,
-            evicted_mass=self.now.evicted_mass if evicted_mass is None else evicted_mass,
-            generating=generating,
+            scores=self.now.scores if change.scores is None else change.scores,
+            evicted_mass=self.now.evicted_mass if change.evicted_mass is None else change.evicted_mass,
+            generating=change.generating,
         )
 
     def _set(self, **changes: Any) -> None:
@@ -87,38 +83,7 @@ class Paused:
     sampler: Any
 
 
-class Pending(Protocol):
-    """A step of an answer. Several, of different texts, can be computed together: see `Model.compute`.
-
-    alone: not this one. reads: it reads a prompt. rows: of the step. more: another token can be drawn from it after the
-    last one. failed: it is computed alone when its answer goes on, and no logits of other steps are at hand then.
-    """
-
-    @property
-    def alone(self) -> bool: ...
-
-    @property
-    def failed(self) -> bool: ...
-
-    @property
-    def more(self) -> bool: ...
-
-    @property
-    def reads(self) -> bool: ...
-
-    @property
-    def rows(self) -> int: ...
-
-
-class Task(Protocol):
-    """A request on a text, as `runtime.task.Task`. reads: its prompt is being read in steps of its own."""
-
-    reads: bool
-
-    def steps(self) -> Generator[int | Pending | None]: ...
-
-
-class Model(Protocol):
+class ServedText(Protocol):
     """One text of a model, and others that can take its place. A model can have several texts at hand: `beside`.
 
     All calls are made on one thread. One task of a text is under way at a time.
@@ -143,7 +108,7 @@ class Model(Protocol):
         ...
 
     @property
-    def beside(self) -> Sequence[Model]:
+    def beside(self) -> Sequence[ServedText]:
         """Further texts of the same model, each to be used like this one. They are closed with it. Always the same."""
         ...
 
@@ -151,7 +116,7 @@ class Model(Protocol):
         """Compute steps of different texts together. What goes wrong with one is raised when its answer goes on."""
         ...
 
-    def deal(self, answered: Sequence[tuple[Model, int]]) -> None:
+    def deal(self, answered: Sequence[tuple[ServedText, int]]) -> None:
         """Share the memory out to those that are answered; each can come to so many tokens. No step may be pending.
 
         Where shares are elastic the memory of all texts is dealt anew. Drafters that serve one text at a time draft for

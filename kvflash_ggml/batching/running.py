@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .answer import Answer
-from .model import Pending
 from .queue import Job
 from .schedule import Want
 from .slot import Slot
+
+if TYPE_CHECKING:
+    from ..runtime.task import Pending
 
 TOKEN, SHARES = Want(), Want(shares=True)
 

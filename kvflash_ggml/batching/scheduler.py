@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import KVFlashError, NotFinite
 from ..logs import logged
@@ -31,12 +31,15 @@ from .messages import (
     Totals,
     Usage,
 )
-from .model import Model, Pending
+from .model import ServedText
 from .pace import Pace
 from .queue import Job, RequestQueue
 from .running import Running
 from .schedule import Want, groups, passes, schedule
 from .slot import Slot, SlotCounts
+
+if TYPE_CHECKING:
+    from ..runtime.task import Pending
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -81,7 +84,7 @@ class Scheduler:
 
     def __init__(
         self,
-        model: Model,
+        model: ServedText,
         *,
         limits: Limits | None = None,
         folder: ConversationFolder | None = None,

@@ -14,7 +14,7 @@ from ..errors import HostMemoryError, KVFlashError, NotFinite
 from ..sequence.prefill import QUESTION_TOKENS
 from ..store.swapped import Conversation, SharedStore, SwappedText, SwapStore
 from .messages import Request, Usage
-from .model import Model
+from .model import ServedText
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -22,7 +22,7 @@ MIN_BEGINNING = 256
 """Tokens from which another conversation's beginning is worth going on from: fewer are read sooner than restored."""
 
 
-def branch_of(model: Model, request: Request, known: Callable[[], int] = lambda: 0) -> int | None:
+def branch_of(model: ServedText, request: Request, known: Callable[[], int] = lambda: 0) -> int | None:
     """Tell where in a prompt to keep the state, for a model that cannot go back to anywhere.
 
     Where it leaves texts that are known, or will leave others, if it cannot go on from there; else where its question
@@ -53,7 +53,7 @@ class Slot:
     request: whose answer is being made; None where the slot is free. used: when it was last taken.
     """
 
-    def __init__(self, model: Model, store: SwapStore, counts: SlotCounts, clock: Callable[[], float]) -> None:
+    def __init__(self, model: ServedText, store: SwapStore, counts: SlotCounts, clock: Callable[[], float]) -> None:
         self.model = model
         self._store = store
         self._clock = clock

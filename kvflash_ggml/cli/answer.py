@@ -21,7 +21,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class TimedAnswer:
     """One answer, its tokens and its times in seconds. evaluated: tokens of the prompt that were computed."""
 
     text: str
@@ -133,7 +133,7 @@ def ask(
     seed: int,
     emit: Callable[[str], None] | None,
     show_progress: bool,
-) -> Answer:
+) -> TimedAnswer:
     """Complete a text, or answer a list of messages.
 
     emit: gets the text piece by piece, None to only collect it. Ctrl-C ends the answer with
@@ -172,7 +172,7 @@ def ask(
             progress.erase()
             llm.kvflash_progress = llm.kvflash_samplers = None
 
-    return Answer(
+    return TimedAnswer(
         text="".join(pieces),
         finish_reason=finish,
         prompt_tokens=meter.prompt_tokens,

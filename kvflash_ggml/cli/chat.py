@@ -13,7 +13,7 @@ import click
 
 from .. import logs
 from ..errors import ContextFull
-from .answer import Answer, Message, ask, finish_preview
+from .answer import Message, TimedAnswer, ask, finish_preview
 from .model import first_seed, in_words
 from .options import OutputOptions, SamplingOptions
 from .prompt import as_typed, read_text, with_media
@@ -65,7 +65,7 @@ class Chat:
         self._seed = first_seed(sampling.seed)
         self._documents: list[str] = []
         self._media = list(media)
-        self._last: Answer | None = None
+        self._last: TimedAnswer | None = None
         self._warned = False
         self._commands = {
             "/clear": self._clear,

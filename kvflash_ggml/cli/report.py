@@ -18,7 +18,7 @@ from ..native import library
 
 if TYPE_CHECKING:
     from ..llama.llama import Llama
-    from .answer import Answer
+    from .answer import TimedAnswer
 
 DOES_NOT_FIT = 3
 """The exit code of --dry-run then."""
@@ -66,7 +66,7 @@ def computes_on(info: dict[str, Any]) -> str:
     return ", ".join(gpus) or "CPU"
 
 
-def closing_line(answer: Answer, stats: Any) -> str:
+def closing_line(answer: TimedAnswer, stats: Any) -> str:
     """Return speeds and, with a pool, residency and transfers, in one line."""
     parts = [
         _speed("prompt", answer.evaluated, answer.prompt_per_second),
@@ -172,7 +172,7 @@ def spec_counters(spec: Any) -> dict[str, Any] | None:
 
 
 def document(
-    answer: Answer, *, model: str, n_ctx: int, load_s: float, stats: Any, snapshot: dict[str, Any] | None
+    answer: TimedAnswer, *, model: str, n_ctx: int, load_s: float, stats: Any, snapshot: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Return the result of one run for programs. Times are seconds."""
     return {

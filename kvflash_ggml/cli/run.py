@@ -18,7 +18,7 @@ from ..files import check_writable
 from ..settings import in_section
 from ..snapshot import codec
 from ..snapshot.container import Container, FileSource
-from .answer import Answer, Message, ask, finish_preview
+from .answer import Message, TimedAnswer, ask, finish_preview
 from .calibrate import finish
 from .chat import Chat
 from .hub import HubModel, hub_model, located
@@ -303,7 +303,7 @@ def _say_how_it_was_loaded(llm: Llama) -> None:
 
 
 @logs.held()
-def _answer(llm: Llama, request: str | list[Message], sampling: SamplingOptions, output: OutputOptions) -> Answer:
+def _answer(llm: Llama, request: str | list[Message], sampling: SamplingOptions, output: OutputOptions) -> TimedAnswer:
     streaming = output.stream and not output.as_json
     answer = ask(
         llm,

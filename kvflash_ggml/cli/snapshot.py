@@ -9,7 +9,7 @@ import click
 
 from ..errors import KVFlashError
 from ..snapshot import inspect
-from ..snapshot.inspect import Description, describe, removable
+from ..snapshot.inspect import SnapshotDescription, describe, removable
 from .model import plain_errors
 from .report import row, tell
 from .sections import HELP, json_option, prune_options
@@ -34,7 +34,7 @@ def info(ctx: click.Context, *, files: tuple[Path, ...], as_json: bool) -> None:
     ctx.exit(0 if tell(files, describe, _rows, as_json=as_json) else 1)
 
 
-def _rows(it: Description) -> None:
+def _rows(it: SnapshotDescription) -> None:
     saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(it.saved_at))
     row("file", f"{it.kind}, format {it.version}, {size_text(it.bytes)}, saved {saved}")
     row("model", f"{_said(it.architecture)}, fingerprint {_said(it.model)}, llama.cpp {_said(it.build)}")
@@ -45,7 +45,7 @@ def _rows(it: Description) -> None:
     row("sections", ", ".join(f"{name} {size_text(size)}" for name, size in largest))
 
 
-def _compression(it: Description) -> str:
+def _compression(it: SnapshotDescription) -> str:
     if not it.compressed:
         return "none"
     whole = "" if it.raw_bytes is None else f", {size_text(it.raw_bytes)} in memory"

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import ConversionError
 from ..gguf import drafter
 from ..gguf.drafter import DrafterFile
-from .safetensors import Source, read_json
+from .safetensors import TensorSource, read_json
 
 CONFIG = "config.json"
 
@@ -100,9 +100,9 @@ def eagle3_layers(folder: Path) -> list[object] | None:
     return next((layers for layers in named if isinstance(layers, list) and layers), None)
 
 
-def named(sources: Iterable[Source]) -> dict[str, Source]:
+def named(sources: Iterable[TensorSource]) -> dict[str, TensorSource]:
     """Return tensors by llama.cpp's name. ConversionError for a tensor without one, or two with the same."""
-    found: dict[str, Source] = {}
+    found: dict[str, TensorSource] = {}
     for source in sources:
         name = _name(source.name)
         if name is None:

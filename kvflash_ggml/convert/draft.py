@@ -17,7 +17,7 @@ from ..gguf.target import TargetFile
 from ..gguf.types import Bytes, TensorType
 from ..logs import Progress
 from . import checkpoint, safetensors, writer
-from .safetensors import Source
+from .safetensors import TensorSource
 from .writer import Planned
 
 FILE_TYPES = {
@@ -103,7 +103,7 @@ def fields(it: DrafterFile, aim: TargetFile, *, kind: str) -> list[Field]:
     return [*found, *target.keys_of(aim)]
 
 
-def _chosen(it: DrafterFile, sources: dict[str, Source], *, own_head: bool | None) -> dict[str, Source]:
+def _chosen(it: DrafterFile, sources: dict[str, TensorSource], *, own_head: bool | None) -> dict[str, TensorSource]:
     """Return the tensors to write, in llama.cpp's order."""
     head = drafter.own_head(it)
     if own_head is None and (there := sorted(head.keys() & sources.keys())):
@@ -120,7 +120,7 @@ def _chosen(it: DrafterFile, sources: dict[str, Source], *, own_head: bool | Non
     return {name: sources[name] for name in order if name in sources}
 
 
-def _planned(name: str, source: Source, kind: str) -> Planned:
+def _planned(name: str, source: TensorSource, kind: str) -> Planned:
     chosen = fitting(kind, width=source.shape[-1]) if len(source.shape) > 1 else types.BY_NAME["f32"]
     if source.kind.name not in types.FLOATS:
         raise _refusal(source, "its dtype", source.kind.name, "F32, F16 or BF16", checkpoint.UPSTREAM)
@@ -134,7 +134,7 @@ def fitting(kind: str, *, width: int) -> TensorType:
     return chosen if width % chosen.block == 0 else types.BY_NAME["f16"]
 
 
-def _encoded(source: Source, kind: TensorType) -> Iterator[Bytes]:
+def _encoded(source: TensorSource, kind: TensorType) -> Iterator[Bytes]:
     for piece in source.pieces():
         if source.kind == kind:
             if not types.all_finite(piece, kind):
@@ -150,9 +150,9 @@ def _encoded(source: Source, kind: TensorType) -> Iterator[Bytes]:
         yield types.encode(values, kind)
 
 
-def _not_finite(source: Source) -> ConversionError:
+def _not_finite(source: TensorSource) -> ConversionError:
     return _refusal(source, "a value", "NaN or infinite", "finite numbers", "Fetch the checkpoint again.")
 
 
-def _refusal(source: Source, what: str, found: object, wanted: str, remedy: str) -> ConversionError:
+def _refusal(source: TensorSource, what: str, found: object, wanted: str, remedy: str) -> ConversionError:
     return ConversionError(source.path.name, f"{what} of {source.name}", found=found, wanted=wanted, remedy=remedy)

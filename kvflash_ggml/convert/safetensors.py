@@ -23,7 +23,7 @@ _REMEDY = "Fetch the checkpoint again."
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorSource:
     """A tensor in a checkpoint. shape: the length of a row last. offset: bytes from the file's beginning."""
 
     name: str
@@ -55,10 +55,10 @@ def read_json(path: Path, *, what: str) -> dict[str, Any]:
         ) from error
 
 
-def read_folder(folder: Path) -> dict[str, Source]:
+def read_folder(folder: Path) -> dict[str, TensorSource]:
     """Return every tensor of a checkpoint by name. ConversionError for a bad header, or a missing file or tensor."""
     index = folder / INDEX
-    found: dict[str, Source] = {}
+    found: dict[str, TensorSource] = {}
     for path in _indexed(index) if index.is_file() else _alone(folder):
         for source in read_header(path):
             if source.name in found:
@@ -67,7 +67,7 @@ def read_folder(folder: Path) -> dict[str, Source]:
     return found
 
 
-def read_header(path: Path) -> list[Source]:
+def read_header(path: Path) -> list[TensorSource]:
     """Return the tensors of one file. ConversionError if its header is not sound."""
     if not path.is_file():
         raise _refusal(path, "the file", "not there", "what the index names")
@@ -92,7 +92,7 @@ def read_header(path: Path) -> list[Source]:
     return sources
 
 
-def _source(path: Path, name: str, facts: Any, *, start: int, room: int) -> Source:
+def _source(path: Path, name: str, facts: Any, *, start: int, room: int) -> TensorSource:
     what = f"the entry of {name!r}"
     if not isinstance(facts, dict):
         raise _refusal(path, what, facts, "an object")
@@ -113,7 +113,7 @@ def _source(path: Path, name: str, facts: Any, *, start: int, room: int) -> Sour
     if types.nbytes(kind, shape) != offsets[1] - offsets[0]:
         wanted = f"{types.nbytes(kind, shape)} bytes for {list(shape)}"
         raise _refusal(path, f"the place of {name!r}", f"{offsets[1] - offsets[0]} bytes", wanted)
-    return Source(name, path, kind, shape, start + offsets[0])
+    return TensorSource(name, path, kind, shape, start + offsets[0])
 
 
 def _indexed(index: Path) -> list[Path]:

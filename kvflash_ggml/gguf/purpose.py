@@ -77,7 +77,7 @@ _DRAFTERS = {"dflash": "a DFlash drafter", "eagle3": "an EAGLE3 drafter"}
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModelPart:
     """A file that is no model by itself.
 
     what: a noun with its article. use: a sentence on how to use it. drafts: whether it drafts for a model.
@@ -370,30 +370,30 @@ def reads_alone(path: Path) -> bool:
         return True
 
 
-def part(file: GGUF) -> Part | None:
+def part(file: GGUF) -> ModelPart | None:
     """Return what a file is that is no model by itself, None for a model. ConversionError without an architecture."""
     return _named(file) or _drafter(file) or _incomplete(file)
 
 
-def _named(file: GGUF) -> Part | None:
+def _named(file: GGUF) -> ModelPart | None:
     """Return what a file is whose architecture is missing or is no model's; None for others."""
     number, count = file.get("split.no"), file.get("split.count")
     if type(number) is int and number > 0:
         name = _PART.fullmatch(file.path.name)
         first = f"{name[1]}-00001-of-{name[2]}.gguf" if name else "the part whose number is 00001"
-        return Part(f"part {number + 1} of {brief(count)} of a model", f"Open the first part: {first}.")
+        return ModelPart(f"part {number + 1} of {brief(count)} of a model", f"Open the first part: {first}.")
     kind, architecture = file.get("general.type"), file.get("general.architecture")
     if kind == "imatrix":
-        return Part("an importance matrix", "llama.cpp's llama-quantize takes it: --imatrix FILE.")
+        return ModelPart("an importance matrix", "llama.cpp's llama-quantize takes it: --imatrix FILE.")
     if architecture == "controlvector":
-        return Part("a control vector", "llama.cpp's own programs take it: --control-vector FILE.")
+        return ModelPart("a control vector", "llama.cpp's own programs take it: --control-vector FILE.")
     if kind == "adapter":
-        return Part(
+        return ModelPart(
             f"an adapter (LoRA) of a model of the architecture {brief(architecture)}",
             'Open the model that it was trained for, and give this file beside it in Python: lora_path="FILE".',
         )
     if _projects(file):
-        return Part(
+        return ModelPart(
             "a projector of images or sound (mmproj)",
             "Open the model that it belongs to, and give this file beside it: --mmproj FILE on the command line, "
             'mmproj="FILE" in Python.',
@@ -406,23 +406,23 @@ def _projects(file: GGUF) -> bool:
     return any(file.get(field) == name for field, name in named.items())
 
 
-def _drafter(file: GGUF) -> Part | None:
+def _drafter(file: GGUF) -> ModelPart | None:
     architecture = file.architecture
     if architecture in _DRAFTERS:
         kind = file.get(TRAINED_FOR)
         target = f"the {brief(kind)} model" if isinstance(kind, str) else "the model"
-        return Part(_DRAFTERS[architecture], _BESIDE.format(f"{target} that it was trained for"), drafts=True)
+        return ModelPart(_DRAFTERS[architecture], _BESIDE.format(f"{target} that it was trained for"), drafts=True)
     if architecture in OLD_DFLASH:
-        return Part(
+        return ModelPart(
             "a DFlash drafter with older names", "Give it llama.cpp's names first: kvflash-convert migrate IN OUT."
         )
     if architecture == "gemma4-assistant":
-        return Part(
+        return ModelPart(
             "a drafter that reads the memory of its target",
             "llama.cpp's own programs draft with it: a pool pages that memory.",
         )
     if heads.alone(file):
-        return Part(
+        return ModelPart(
             f"a head for further tokens (MTP) of a {brief(architecture)} model, without that model",
             _BESIDE.format("the model that it belongs to"),
             drafts=True,
@@ -430,11 +430,11 @@ def _drafter(file: GGUF) -> Part | None:
     return None
 
 
-def _incomplete(file: GGUF) -> Part | None:
+def _incomplete(file: GGUF) -> ModelPart | None:
     split = file.get("split.count")
     if file.tensors or (type(split) is int and split > 1):
         return None
-    return Part(
+    return ModelPart(
         "a vocabulary without weights",
         "Open a file of the whole model, or only the vocabulary in Python: vocab_only=True.",
     )

@@ -29,7 +29,7 @@ HYBRID_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class DraftRoom:
     """What drafts need of a context. rows: of a step, with the newest token's, at most; 0 without drafts.
 
     queries: that are captured beyond those that are looked at, so that rejected drafts leave these alone. planes:
@@ -46,14 +46,14 @@ class Room:
 def room(
     model: LlamaModel, params: llama_cpp.llama_context_params, config: KVFlashConfig, draft_model: object, *,
     n_batch: int, n_ubatch: int,
-) -> Room:  # fmt: skip
+) -> DraftRoom:  # fmt: skip
     """Return what the drafts need that a model is asked for. It is loaded, and its context is not made yet.
 
     params: of the context. n_batch, n_ubatch: as they were asked for. The context's parameters do not have them yet if
     n_ctx is 0.
     """
     if config.spec is None and draft_model is None and config.answer != "lossless":
-        return Room()
+        return DraftRoom()
     spec = config.spec or SpecConfig()
     n_batch = min(n_batch, params.n_ctx or model.n_ctx_train())
     size = plane_bytes(address(model.model))
@@ -61,16 +61,16 @@ def room(
     rows = min(rows, n_batch)
     n_ubatch = min(n_ubatch or n_batch, n_batch)  # 0 is upstream's "as n_batch"
     planes = max(0, min(rows - 1, n_ubatch - 2)) if size else 0  # llama.cpp wants that a step can fill all of them
-    return Room(rows, 2 * rows if spec.tree else rows, planes, size if config.answer == "lossless" else 0)
+    return DraftRoom(rows, 2 * rows if spec.tree else rows, planes, size if config.answer == "lossless" else 0)
 
 
-def likely(config: KVFlashConfig, draft_model: object) -> Room:
+def likely(config: KVFlashConfig, draft_model: object) -> DraftRoom:
     """Predict what `room` will say at most of a model that has recurrent state. Without kept_bytes."""
     if config.spec is None and draft_model is None and config.answer != "lossless":
-        return Room()
+        return DraftRoom()
     spec = config.spec or SpecConfig()
     rows = spec.width or spec.max_width or ROWS
-    return Room(rows, 2 * rows if spec.tree else rows, (spec.width or spec.max_width or HYBRID_ROWS) - 1)
+    return DraftRoom(rows, 2 * rows if spec.tree else rows, (spec.width or spec.max_width or HYBRID_ROWS) - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,7 @@ from ..policy.base import Exact
 from ..remote import Endpoint
 from . import embedding, parameters, vision
 from .drafting import device_bytes, likely, loads_head, search
-from .parameters import LONG
-from .parameters import Request as Asked
+from .parameters import LONG, ModelRequest
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -50,7 +49,9 @@ class Beside:
     head: bool = False
 
 
-def fit(path: str, asked: Asked, beside: Beside, endpoints: Sequence[Endpoint] = ()) -> tuple[Asked, Placement]:
+def fit(
+    path: str, asked: ModelRequest, beside: Beside, endpoints: Sequence[Endpoint] = ()
+) -> tuple[ModelRequest, Placement]:
     """Return the keywords with everything decided, and the placement. DoesNotFit, or what `predict` raises."""
     placement, _ = predicted(path, asked, beside, endpoints)
     logger.info("fit: %s; %s", placement.why, summary(placement))
@@ -73,7 +74,7 @@ def fit(path: str, asked: Asked, beside: Beside, endpoints: Sequence[Endpoint] =
     return replace(asked, upstream=upstream, config=config, placement=where), placement
 
 
-def check_full_cache(path: str, asked: Asked) -> None:
+def check_full_cache(path: str, asked: ModelRequest) -> None:
     """Raise ConfigError for a long full cache that takes more than the memory of this machine's devices together."""
     if not asked.is_long or asked.rpc:
         return
@@ -152,7 +153,7 @@ def without_loading(path: str, keywords: dict[str, Any]) -> tuple[Placement, tup
         return predicted(path, asked, others, endpoints)
 
 
-def beside(path: str, asked: Asked) -> Beside:
+def beside(path: str, asked: ModelRequest) -> Beside:
     """Return what the keywords need beside the model and its context, before either exists."""
     config, images = asked.config, vision.reserve_bytes(asked.upstream.get("chat_handler"))
     if config is None:
@@ -174,7 +175,7 @@ def beside(path: str, asked: Asked) -> Beside:
     )
 
 
-def does_not_fit(path: str, asked: Asked, endpoints: Sequence[Endpoint], size: PoolSize) -> DoesNotFit:
+def does_not_fit(path: str, asked: ModelRequest, endpoints: Sequence[Endpoint], size: PoolSize) -> DoesNotFit:
     """Return the error for a context that could not be made even with so small an "auto" pool, with remedies.
 
     The model is not loaded any more. endpoints: as `predicted`.
@@ -199,7 +200,7 @@ def does_not_fit(path: str, asked: Asked, endpoints: Sequence[Endpoint], size: P
     return DoesNotFit(need.device, needed=need.total, free=need.free, needs=need.itemised, why=NOT_MADE)
 
 
-def why_not(path: str, asked: Asked, endpoints: Sequence[Endpoint] = ()) -> DoesNotFit | NotMade | None:
+def why_not(path: str, asked: ModelRequest, endpoints: Sequence[Endpoint] = ()) -> DoesNotFit | NotMade | None:
     """Return why a model could not be made: the file, the settings, or the memory. None if that is not known.
 
     The model is not loaded any more. endpoints: as `predicted`.
@@ -213,7 +214,7 @@ def why_not(path: str, asked: Asked, endpoints: Sequence[Endpoint] = ()) -> Does
     return None
 
 
-def other_split(path: str, asked: Asked, endpoints: Sequence[Endpoint], size: PoolSize) -> str:
+def other_split(path: str, asked: ModelRequest, endpoints: Sequence[Endpoint], size: PoolSize) -> str:
     """Return, for the banner of an uneven "auto" pool, the split of the layers that gives more slots; "" if none does.
 
     endpoints: as `predicted`.
@@ -230,7 +231,7 @@ def other_split(path: str, asked: Asked, endpoints: Sequence[Endpoint], size: Po
 
 def predicted(
     path: str,
-    asked: Asked,
+    asked: ModelRequest,
     beside: Beside,
     endpoints: Sequence[Endpoint] = (),
     *,

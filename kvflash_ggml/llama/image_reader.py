@@ -60,7 +60,7 @@ class _Part:
     owner: _Chunks
 
 
-class Image:
+class PreparedImage:
     """An image or a sound of a request. tokens: what stands for it in the prompt, with the marks that its projector
     wants. freed: called when its pixels have been let go of.
     """
@@ -96,7 +96,7 @@ class Image:
         return made
 
 
-def _encoded(image: Callable[[], Image | None], i: int) -> Floats | None:
+def _encoded(image: Callable[[], PreparedImage | None], i: int) -> Floats | None:
     found = image()
     return None if found is None else found.encode(i)
 
@@ -110,7 +110,7 @@ class ImageReader:
         self._known: OrderedDict[str, _Told] = OrderedDict()
         self._lock = threading.RLock()  # the garbage collector may let one go that reads another
 
-    def read(self, data: bytes, limits: MediaLimits, salt: str = "") -> Image:
+    def read(self, data: bytes, limits: MediaLimits, salt: str = "") -> PreparedImage:
         """Read the image or sound in a file, from any thread. salt: what is kept of it is for requests of this salt.
 
         ConfigError for a file that is none or is too large, however hostile it is, for one that the projector does not
@@ -141,7 +141,7 @@ class ImageReader:
                 rows, lent = [], 0
             self._held += size
             self._lent += lent
-        image = Image(split, self.encoder, told, parts, rows)
+        image = PreparedImage(split, self.encoder, told, parts, rows)
         weakref.finalize(image, self._let_go, len(data), lent)
         image.freed = weakref.finalize(image, self._let_go, size - len(data))  # is called once
         return image

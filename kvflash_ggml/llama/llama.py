@@ -30,7 +30,7 @@ from ..runtime.bias import with_bias
 from ..runtime.model import Closed, Model
 from ..runtime.samplers import chain, stock_chain
 from ..runtime.saving import Saver
-from ..runtime.task import Request, Task
+from ..runtime.task import Task, TaskRequest
 from ..runtime.text import Text
 from ..state.session import SessionState
 from . import asked, embedding, parameters, stock
@@ -316,7 +316,7 @@ class Llama(llama_cpp.Llama):
         penalties, samplers = (repeat_penalty, frequency_penalty, presence_penalty), self.kvflash_samplers
         likeliest = (temp, *penalties) == (0, 1, 0, 0) if samplers is None else samplers.keeps_likeliest
         most, self._most = self._most, None
-        request = Request(
+        request = TaskRequest(
             tokens=ids,
             follows=not reset,
             sampler=sampler,

@@ -31,8 +31,8 @@ from ..sequence.sequence import Sequence
 from ..snapshot import fingerprint
 from . import embedding
 from .context import PagedContext, take_closing
-from .drafting import Drafting, Room, device_bytes, loads_head, room, search
-from .parameters import UPSTREAM_PARAMETERS, Request
+from .drafting import Drafting, DraftRoom, device_bytes, loads_head, room, search
+from .parameters import UPSTREAM_PARAMETERS, ModelRequest
 from .reading import open_sequence
 from .stats import PoolStats
 
@@ -61,7 +61,7 @@ class Opening:
     drafting: the drafters of the pool.
     """
 
-    def __init__(self, path: str, request: Request, *, installed: bool) -> None:
+    def __init__(self, path: str, request: ModelRequest, *, installed: bool) -> None:
         """Find what is asked for, and fit it to the devices, before anything is loaded.
 
         installed: programs find our class as `llama_cpp.Llama`.
@@ -101,7 +101,7 @@ class Opening:
         self._steps = {name: settings.get(name, UPSTREAM_PARAMETERS[name].default) for name in ("n_batch", "n_ubatch")}
         self._arrays: ModelArrays | None = None
         self.free: dict[str, int] = {}
-        self.room, self.drafting = Room(), Drafting()
+        self.room, self.drafting = DraftRoom(), Drafting()
         self.size: PoolSize | None = None
         self.halvings = 0
 
@@ -211,7 +211,7 @@ class Opening:
             self._scorer = drafter.make_scorer(
                 self._drafter, model.weights, llm.model_params, llm.context_params, n_ctx=model.n_ctx, idle=idle
             )
-        engine = native.Engine(address(context.ctx), max(n_ubatch, self.room.rows))
+        engine = native.PagedEngine(address(context.ctx), max(n_ubatch, self.room.rows))
         stack.callback(engine.close)  # should anything of what follows fail
         if self.room.rows:
             from .speculating import open_drafting  # here, as below: it imports every drafter

@@ -57,7 +57,7 @@ defaults: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ModelRequest:
     """The keywords of one constructor call, sorted. config: None without a pool. placement: which devices hold what.
 
     rpc: servers whose devices are used, as they were written; rpc_trust: wherever they are. weights: of
@@ -87,7 +87,7 @@ class Request:
         purpose.check_model(path, vocab_only=bool(vocab_only), overrides=overrides)
 
 
-def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
+def read(keywords: dict[str, Any], below: dict[str, Any]) -> ModelRequest:
     """Read what is asked for. below: defaults. TypeError for an unknown keyword, ConfigError for what cannot work."""
     given = over(keywords, below)
     check_names(given)
@@ -129,7 +129,7 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
     if progress is not None and not callable(progress):
         raise ConfigError(f"kvflash_progress={progress!r}: what is called as (done, total)")
     placement = devices.read(upstream, config)
-    return Request(
+    return ModelRequest(
         config=config, cache=store, progress=progress, placement=placement, rpc=rpc, rpc_trust=trust, weights=weights,
         fit=fit, upstream=upstream, n_batch=_make_steps_whole(config, upstream),
     )  # fmt: skip

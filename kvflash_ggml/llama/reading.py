@@ -31,7 +31,7 @@ SHARE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class StageRoom:
     """A device that has layer buffers. free: bytes beside everything else. slot_bytes: of one more token there.
 
     row: bytes of one token's K or V, whichever has more. bound: of the largest tensor that the device computes on, None
@@ -114,7 +114,7 @@ def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free: Mapping
     return Reading(exact=True, answers_exactly=config.answer != "pool", why=why)
 
 
-def stage_slots(requested: int | None, *, n_ctx: int, rooms: abc.Sequence[Room]) -> tuple[int, str]:
+def stage_slots(requested: int | None, *, n_ctx: int, rooms: abc.Sequence[StageRoom]) -> tuple[int, str]:
     """Return the tokens that layer buffers hold, and why: the whole context, or what each device has room for.
 
     DeviceLimit for a requested size that a device does not compute on.
@@ -140,7 +140,7 @@ def stage_slots(requested: int | None, *, n_ctx: int, rooms: abc.Sequence[Room])
 
 def rooms(
     layers: abc.Sequence[Layer], devices: abc.Sequence[DeviceInfo], n_ubatch: int, free: Mapping[str, int]
-) -> list[Room]:
+) -> list[StageRoom]:
     """Return the room for layer buffers on each device, and the bytes of one more token there."""
     res = []
     for i, device in enumerate(devices):
@@ -148,5 +148,7 @@ def rooms(
         name = HOST if device.mode == "host" else device.name
         row = max(max(shape) for shape in shapes)
         slot_bytes = buffer_row(shapes, n_ubatch, overlaps=device.overlaps)
-        res.append(Room(name=name, free=free[name], slot_bytes=slot_bytes, row=row, bound=device.largest_bytes or None))
+        res.append(
+            StageRoom(name=name, free=free[name], slot_bytes=slot_bytes, row=row, bound=device.largest_bytes or None)
+        )
     return res

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError
+from ..errors import ConfigError, KVFlashError
 from .vision import HANDLERS
 
 if TYPE_CHECKING:
@@ -18,9 +18,16 @@ if TYPE_CHECKING:
 def texts_of(llm: Llama) -> list[tuple[Saver, PoolStats]]:
     """Return all texts that a Llama's pool has room for, its own first, each with what tells of it.
 
-    The further ones are opened now. They are closed with the Llama, which nothing else may use meanwhile.
+    The further ones are opened now. They are closed with the Llama, which nothing else may use meanwhile. KVFlashError
+    for a Llama without a pool, ConfigError for one that makes previews by itself.
     """
-    return llm._opening.texts(llm.draft_model)
+    opening = llm._opening
+    config = opening.config
+    if config is None:
+        raise KVFlashError("a server parks conversations in a pool: make the Llama with kvflash=")
+    if config.reading == "preview":
+        raise ConfigError("a server makes previews by request: make the Llama with kvflash_reading='auto'")
+    return opening.texts(llm.draft_model)
 
 
 def image_reader_of(llm: Llama) -> ImageReader | None:

@@ -15,7 +15,7 @@ from ..arrays import address
 from ..config import DFLASH, EAGLE3, MTP, NGRAM, SIMPLE, KVFlashConfig, SpecConfig
 from ..errors import ConfigError, ConversionError, HostMemoryError, UnsupportedError
 from ..native import vocabulary
-from ..native.engine import Engine
+from ..native.engine import PagedEngine
 from ..runtime.pool_drafter import PoolDrafter
 from ..speculation.base import Callback, Drafter, FeatureRows, Target
 from ..speculation.chained import Eagle3, Mtp, Small
@@ -44,7 +44,12 @@ BRANCHES = 4
 
 
 def open_drafting(
-    llm: llama_cpp.Llama, config: KVFlashConfig, found: Sequence[Found], engine: Engine, rows: int, stack: ExitStack
+    llm: llama_cpp.Llama,
+    config: KVFlashConfig,
+    found: Sequence[Found],
+    engine: PagedEngine,
+    rows: int,
+    stack: ExitStack,
 ) -> Drafting:
     """Open who was found, before the first step. They are closed by the stack.
 
@@ -96,7 +101,7 @@ def _open(found: Found, target: Target, spec: SpecConfig, stack: ExitStack) -> D
 _BY_FILE: dict[str, Callable[..., Drafter]] = {DFLASH: DFlash, EAGLE3: Eagle3, SIMPLE: Small}
 
 
-def is_lone(type: str, config: KVFlashConfig, engine: Engine) -> bool:
+def is_lone(type: str, config: KVFlashConfig, engine: PagedEngine) -> bool:
     """Tell whether a drafter of this type drafts only for a text that is decoded alone.
 
     A drafting model has one context. A step has equally many rows of each text with recurrent state, which must be able

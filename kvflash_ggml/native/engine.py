@@ -20,7 +20,7 @@ from .info import DeviceInfo, EngineInfo, Layer, read_info, read_layers
 from .status import check, value
 from .streamed import Streamed
 
-__all__ = ["DeviceInfo", "Engine", "EngineInfo", "Layer", "plane_bytes", "pool_request", "probe"]
+__all__ = ["DeviceInfo", "EngineInfo", "Layer", "PagedEngine", "plane_bytes", "pool_request", "probe"]
 
 Addresses = Sequence[int] | npt.NDArray[np.uint64]
 
@@ -58,7 +58,7 @@ def plane_bytes(model: int) -> int:
     return int(lib.kvf_plane_bytes(ffi.cast("void *", model)))
 
 
-class Engine:
+class PagedEngine:
     """Executes plans on a context that was made with a pool.
 
     context: address of the llama_context, which must outlive the engine. Steps of at most `max_tokens` tokens.
@@ -550,7 +550,7 @@ class Engine:
     def __getattr__(self, name: str) -> Any:
         if name == "_engine":  # a call after `close` must not reach the library
             raise KVFlashError(CLOSED)
-        raise AttributeError(f"an Engine has no {name}")
+        raise AttributeError(f"an PagedEngine has no {name}")
 
 
 def _heads(heads: Int32s) -> object:

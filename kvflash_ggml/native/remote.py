@@ -88,7 +88,7 @@ def served(endpoint: Endpoint) -> tuple[DeviceInfo, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class LinkSpeed:
     """round_trip: seconds. sent, received: bytes a second. types: of keys and values that it attends to."""
 
     round_trip: float
@@ -97,7 +97,7 @@ class Speed:
     types: tuple[str, ...]
 
 
-def measure(endpoint: Endpoint) -> Iterator[tuple[str, Speed]]:
+def measure(endpoint: Endpoint) -> Iterator[tuple[str, LinkSpeed]]:
     """Yield the name and the distance of each device of a server. RemoteError if it dies of what a pool needs."""
     from .status import check
 
@@ -112,7 +112,7 @@ def measure(endpoint: Endpoint) -> Iterator[tuple[str, Speed]]:
         times = [ffi.new("double *") for _ in range(3)]
         check(lib.kvf_rpc_measure(name, MEASURED_BYTES, *times))
         round_trip, sent, received = (time[0] for time in times)
-        yield device.name, Speed(round_trip, MEASURED_BYTES / sent, MEASURED_BYTES / received, TRIED_TYPES)
+        yield device.name, LinkSpeed(round_trip, MEASURED_BYTES / sent, MEASURED_BYTES / received, TRIED_TYPES)
 
 
 def serve(host: str, port: int, *, devices: Sequence[str], threads: int, cache: Path | None) -> NoReturn:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 class MassRequest(NamedTuple):
     """Which attention masses a streamed step computes on the way.
 
-    heads: query heads, (pooled layer, head) [n, 2], ascending. rows: of `Engine.read_queries`, whose queries ask. Both
-    are contiguous.
+    heads: query heads, (pooled layer, head) [n, 2], ascending. rows: of `PagedEngine.read_queries`, whose queries
+    ask. Both are contiguous.
     """
 
     heads: npt.NDArray[np.int32]
@@ -28,7 +28,7 @@ class Streamed(NamedTuple):
 
     images: addresses of whole chunks, at least one. rows: so many of block `block` follow them. mask: [count, n] in
     half precision, for the rows of the stage from `first` on, and at least up to its rows rounded up to 256.
-    wanted: what `Engine.read_masses` gives then.
+    wanted: what `PagedEngine.read_masses` gives then.
     """
 
     images: Sequence[int] | npt.NDArray[np.uint64]

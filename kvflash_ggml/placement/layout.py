@@ -90,7 +90,7 @@ Experts = Literal["device", "fill", "host"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class DeviceLayout:
     """bounds: of the devices' ranges of layers, the output being the last one. needs: by device, the host's last."""
 
     shape: Shape
@@ -130,7 +130,7 @@ class Layouts:
         self.compute = compute
         self._has_experts = _running([int(layer.experts > 0) for layer in sizes.layers] + [0])
 
-    def find(self, shape: Shape, first: int, experts: Experts) -> Layout | None:
+    def find(self, shape: Shape, first: int, experts: Experts) -> DeviceLayout | None:
         """Return the layout with the fewest layers' experts on the host; of equals the one that fills devices evenly.
 
         first: the first layer on a device, n_layers + 1 for none. None if nothing fits.
@@ -138,20 +138,20 @@ class Layouts:
         layout = self._layout(shape, first, experts, bounded=True)
         return layout if layout is not None and self._fits(layout) else None
 
-    def nearest(self, shape: Shape, first: int, experts: Experts) -> Layout:
+    def nearest(self, shape: Shape, first: int, experts: Experts) -> DeviceLayout:
         """Return the layout whose fullest device is the least full, whether it fits or not."""
         layout = self._layout(shape, first, "host" if experts == "fill" else experts, bounded=False)
         assert layout is not None, "without bounds everything fits"
         return layout
 
-    def _layout(self, shape: Shape, first: int, experts: Experts, *, bounded: bool) -> Layout | None:
+    def _layout(self, shape: Shape, first: int, experts: Experts, *, bounded: bool) -> DeviceLayout | None:
         apart = experts != "device" or self.request.n_cpu_moe or self.sizes.fixed.get(self.host.name)
         taken = self.compute.at(shape.n_ubatch, shape.pool, whole=first == 0 and not apart)
         bill = Bill(self.sizes, self.request, shape, taken)
         if first > self.n_layers:
             none = tuple(bill.device(device, first, first, first) for device in self.devices)
             host = bill.host(self.host, first, ())
-            return Layout(shape=shape, bounds=(first,) * (len(self.devices) + 1), needs=(*none, host))
+            return DeviceLayout(shape=shape, bounds=(first,) * (len(self.devices) + 1), needs=(*none, host))
         ranges = [self._ranges(bill, i, first, experts, bounded=bounded) for i in range(len(self.devices))]
         places = partition([r.cost for r in ranges], [r.load for r in ranges])
         if places is None:
@@ -163,9 +163,9 @@ class Layouts:
         moved = tuple(
             i for begin, end in zip(bounds, kept, strict=False) for i in range(begin, end) if bill.parts[i].experts
         )
-        return Layout(shape=shape, bounds=bounds, needs=(*needs, bill.host(self.host, first, moved)))
+        return DeviceLayout(shape=shape, bounds=bounds, needs=(*needs, bill.host(self.host, first, moved)))
 
-    def _fits(self, layout: Layout) -> bool:
+    def _fits(self, layout: DeviceLayout) -> bool:
         """Report whether every device has room. Integrated devices and the host share one memory."""
         *needs, host = layout.needs
         shared = sum(

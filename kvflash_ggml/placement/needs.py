@@ -37,7 +37,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class LayerBytes:
     """A layer, or the output, in bytes. window: its cache if that is no part of the pool. staging: on a device.
 
     rows: a pooled layer's K and V of one token. heads: of its queries. group: those of one captured query that read the
@@ -56,17 +56,17 @@ class Part:
     group: tuple[int, int] = (0, 0)
 
 
-def parts(sizes: ModelSizes, request: PlacementRequest, shape: Shape) -> tuple[Part, ...]:
+def parts(sizes: ModelSizes, request: PlacementRequest, shape: Shape) -> tuple[LayerBytes, ...]:
     """Return the bytes of every layer, and then of the output."""
     full = round_up(request.n_ctx, POOL_STEP)
-    return (*(_part(layer, request, shape, full) for layer in sizes.layers), Part(dense=sizes.output))
+    return (*(_part(layer, request, shape, full) for layer in sizes.layers), LayerBytes(dense=sizes.output))
 
 
-def _part(layer: LayerSizes, request: PlacementRequest, shape: Shape, full: int) -> Part:
+def _part(layer: LayerSizes, request: PlacementRequest, shape: Shape, full: int) -> LayerBytes:
     slot = layer.slot(shape.type_k, shape.type_v)
     pooled = not layer.window
     cells = round_up(min(full, layer.window + shape.n_ubatch), POOL_STEP)
-    return Part(
+    return LayerBytes(
         dense=layer.dense,
         experts=layer.experts,
         kv=slot * shape.pool if pooled else 0,
@@ -100,12 +100,12 @@ class Bill:
         self._stage = request.stage if self._paged else 0
         self._n_ubatch = shape.n_ubatch
 
-    def stages(self, device: Device, here: Sequence[Part]) -> int:
+    def stages(self, device: Device, here: Sequence[LayerBytes]) -> int:
         """Return the bytes of layer buffers for these layers: one or two for each shape, and columns of the mask."""
         shapes = {part.rows for part in here if any(part.rows)}
         return self._stage * buffer_row(shapes, self._n_ubatch, overlaps=device.overlaps) if shapes else 0
 
-    def masses(self, device: Device, here: Sequence[Part]) -> int:
+    def masses(self, device: Device, here: Sequence[LayerBytes]) -> int:
         """Return the bytes that attention scores of these layers' heads take: places of queries, results and scratch.
 
         A device behind a network computes no scores, and needs nothing.
@@ -121,7 +121,7 @@ class Bill:
         )
         return F32 * (columns + results) + max(pieces) if columns else 0
 
-    def base(self, part: Part) -> int:
+    def base(self, part: LayerBytes) -> int:
         """Return the bytes that a layer takes of its device, without its experts."""
         cached = part.kv + part.window + part.staging if self._request.offload_kqv else 0
         return part.dense + part.state + part.queries + cached
@@ -160,7 +160,7 @@ class Bill:
         need = self._needs(device, 0, first, cached, experts=experts + self._sizes.embedding)
         return replace(need, experts=moved, staging=need.kv if self._paged else 0)
 
-    def _needs(self, device: Device, begin: int, end: int, cached: Sequence[Part], *, experts: int) -> Needs:
+    def _needs(self, device: Device, begin: int, end: int, cached: Sequence[LayerBytes], *, experts: int) -> Needs:
         """Compute a device's needs. cached: the layers whose caches are there. experts: bytes beside dense weights."""
         here, n = self.parts[begin:end], len(self._sizes.layers)
         fixed = self._sizes.fixed.get(device.name, 0)

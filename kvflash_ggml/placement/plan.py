@@ -15,7 +15,7 @@ from ..errors import DoesNotFit, Remedy
 from ..native.sizes import Measure, Needs
 from . import memory
 from .devices import experts as experts_on
-from .layout import Compute, Layout
+from .layout import Compute, DeviceLayout
 from .search import SMALL, UBATCHES, Search, SearchResult, pool_range
 from .sizes import Device, ModelSizes, Placement, PlacementRequest
 
@@ -63,7 +63,7 @@ def _try(search: Search, tight: Needs, change: Change) -> Remedy | None:
     return Remedy(option=option, frees=frees, cost=cost, enough=found is not None, changes=fields)
 
 
-def _of(layout: Layout, device: str) -> Needs:
+def _of(layout: DeviceLayout, device: str) -> Needs:
     return next(need for need in layout.needs if need.device == device)
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..constants import POOL_STEP, SPEED_CAP, round_up
-from .layout import Compute, Experts, Layout, Layouts
-from .needs import Part, Shape, parts
+from .layout import Compute, DeviceLayout, Experts, Layouts
+from .needs import LayerBytes, Shape, parts
 from .sizes import Device, ModelSizes, PlacementRequest
 
 POOL_FLOOR = 4096
@@ -32,7 +32,7 @@ Level = Literal[1, 2, 3, 4]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
     level: Level
-    layout: Layout
+    layout: DeviceLayout
 
 
 class Search:
@@ -59,7 +59,7 @@ class Search:
                     return SearchResult(level=level, layout=self._grow(level, least))
         return None
 
-    def nearest(self) -> Layout:
+    def nearest(self) -> DeviceLayout:
         """Return the layout of the last level that can be tried, with the least of everything."""
         *_, level = self.levels()
         first = {3: self._requested_first() or 1, 4: self.layouts.n_layers + 1}.get(level, 0)
@@ -105,10 +105,10 @@ class Search:
         more = max(taken[0][name] - taken[1][name] for name in taken[0]) + windows[0] - windows[1]
         return (largest, least) if more <= min(x.experts for x in self.sizes.layers if x.experts) else (least,)
 
-    def _parts(self, n_ubatch: int) -> tuple[Part, ...]:
+    def _parts(self, n_ubatch: int) -> tuple[LayerBytes, ...]:
         return parts(self.sizes, self.request, self._shape(self.floor, n_ubatch, self.types[0]))
 
-    def _grow(self, level: Level, least: Layout) -> Layout:
+    def _grow(self, level: Level, least: DeviceLayout) -> DeviceLayout:
         """Add slots while there is room, quantise K and V if they are few, and enlarge the step. No layer moves."""
         best = self._tallest(level, least)
         kv = least.shape.type_k, least.shape.type_v
@@ -127,7 +127,7 @@ class Search:
                     return large
         return best
 
-    def _tallest(self, level: Level, least: Layout) -> Layout:
+    def _tallest(self, level: Level, least: DeviceLayout) -> DeviceLayout:
         """Return the layout with the most slots that has no more on the host."""
         low, high = self.floor // POOL_STEP, self.cap // POOL_STEP
         while low < high:
@@ -139,7 +139,7 @@ class Search:
                 high = middle - 1
         return least
 
-    def _place(self, level: Level, shape: Shape, first: int | None = None) -> Layout | None:
+    def _place(self, level: Level, shape: Shape, first: int | None = None) -> DeviceLayout | None:
         """Return the best layout of a level. first: the first layer on a device; found if it is open."""
         if level != 3:
             return self.layouts.find(shape, self.layouts.n_layers + 1 if level == 4 else 0, _experts(level))

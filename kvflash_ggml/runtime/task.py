@@ -107,7 +107,7 @@ class Pending:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class TaskRequest:
     """What a task is asked for.
 
     tokens: of the prompt, which takes the place of the text; follows: they come after the text instead. sampler: draws
@@ -145,7 +145,7 @@ class Task:
     reads: the prompt is read in steps of its own, or the text is read again: nothing can be drawn before the last one.
     """
 
-    def __init__(self, saver: Saver, request: Request) -> None:
+    def __init__(self, saver: Saver, request: TaskRequest) -> None:
         self._saver = saver
         self._text = text = saver.text
         self._request = request

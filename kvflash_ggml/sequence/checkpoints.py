@@ -17,7 +17,7 @@ from ..state.session import Blob, Bytes
 from .copies import StateCopies
 
 if TYPE_CHECKING:
-    from ..native.engine import Engine
+    from ..native.engine import PagedEngine
 
 
 logger = logging.getLogger("kvflash_ggml")
@@ -26,7 +26,7 @@ logger = logging.getLogger("kvflash_ggml")
 class Checkpoints:
     """At most `max_count` states by position. Taken between steps only: splitting a step would change its rounding."""
 
-    def __init__(self, engine: Engine, seq: int, *, max_count: int, n_ctx: int) -> None:
+    def __init__(self, engine: PagedEngine, seq: int, *, max_count: int, n_ctx: int) -> None:
         self._engine = engine
         self._seq = seq
         self._max_count = max_count if engine.info.recurrent or engine.info.n_swa > 0 else 0
@@ -114,7 +114,7 @@ class Checkpoints:
 class Recovery:
     """Tells how much of a text can be recovered. It asks no device for anything."""
 
-    engine: Engine
+    engine: PagedEngine
     table: PageTable
     store: HostStore
     checkpoints: Checkpoints

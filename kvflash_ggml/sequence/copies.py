@@ -17,7 +17,7 @@ from ..state.session import Blob, Bytes, Row, in_memory
 from ..threads import Worker
 
 if TYPE_CHECKING:
-    from ..native.engine import Engine
+    from ..native.engine import PagedEngine
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -35,7 +35,7 @@ class StateCopies:
     workers: do the copying. A garbage collector may run on their threads when it closes this.
     """
 
-    def __init__(self, engine: Engine, seq: int) -> None:
+    def __init__(self, engine: PagedEngine, seq: int) -> None:
         self.workers = [Worker("kvflash-copy") for _ in range(THREADS)]
         self._engine = engine
         self._seq = seq
@@ -119,7 +119,7 @@ class SavedState:
 class DeviceStates:
     """Saves states of an engine, and puts them back. A device keeps one state of each sequence."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: PagedEngine) -> None:
         self._engine = engine
         self._on_host = False
         self._newest: dict[int, SavedState] = {}

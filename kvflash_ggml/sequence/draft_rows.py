@@ -17,7 +17,7 @@ from .copies import DeviceStates, SavedState
 from .query_ring import QueryRing
 
 if TYPE_CHECKING:
-    from ..native.engine import Engine
+    from ..native.engine import PagedEngine
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -58,7 +58,12 @@ class DraftRows:
 
 
 def gather(
-    engine: Engine, layout: Layout, queries: QueryRing, ahead: DraftRows, tree: Branches, order: npt.NDArray[np.intp]
+    engine: PagedEngine,
+    layout: Layout,
+    queries: QueryRing,
+    ahead: DraftRows,
+    tree: Branches,
+    order: npt.NDArray[np.intp],
 ) -> None:
     """Move the rows of a tree's path to their places, and forget the other rows. It can be repeated.
 
@@ -75,7 +80,7 @@ def gather(
         queries.moved(order, np.array(source, np.int32) + start, np.array(target, np.int32) + start)
 
 
-def goes_back(engine: Engine, seq: int, states: DeviceStates, ahead: DraftRows, length: int) -> bool:
+def goes_back(engine: PagedEngine, seq: int, states: DeviceStates, ahead: DraftRows, length: int) -> bool:
     """Make the memory forget the rows from `length` on. Returns False where it cannot, as a window that is too
     short.
     """

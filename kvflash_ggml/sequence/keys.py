@@ -17,14 +17,14 @@ from ..policy.heads import every_head, queries_of
 from ..state.session import Row
 
 if TYPE_CHECKING:
-    from ..native.engine import Engine
+    from ..native.engine import PagedEngine
 
 
 IDLE_THREADS = 16
 """Most threads of a score where the host has nothing else to do."""
 
 
-def key_shapes(engine: Engine) -> list[KeyShape]:
+def key_shapes(engine: PagedEngine) -> list[KeyShape]:
     """Return the pooled layers as a policy sees them."""
     return [KeyShape(n_head=x.n_head, n_head_kv=x.n_head_kv, head=x.head_k, scale=x.scale) for x in engine.layers]
 
@@ -38,7 +38,7 @@ def most_threads(*, idle: bool) -> int:
 class HostKeys:
     """The keys of sealed chunks, read from the page images. Implements `policy.base.Keys`."""
 
-    def __init__(self, engine: Engine, store: HostStore, *, threads: int | None = None) -> None:
+    def __init__(self, engine: PagedEngine, store: HostStore, *, threads: int | None = None) -> None:
         self._engine = engine
         self._store = store
         self._threads = threads or most_threads(idle=False)

@@ -17,7 +17,7 @@ from ..pool.page_table import PageTable
 from ..pool.plan import ABSENT, Layout, Moves
 
 if TYPE_CHECKING:
-    from ..native.engine import Engine
+    from ..native.engine import PagedEngine
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -32,7 +32,7 @@ class Paging:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: PagedEngine,
         seq: int,
         table: PageTable,
         mask: SlotMask,

@@ -22,7 +22,7 @@ from .draft_rows import DraftRows
 from .step import NO_LOGITS, Logits
 
 if TYPE_CHECKING:
-    from ..native.engine import Engine
+    from ..native.engine import PagedEngine
     from .step import Step
 
 
@@ -54,7 +54,7 @@ class Padding:
     ConfigError for recurrent state and sliding windows, where a row cannot be taken back without a trace.
     """
 
-    def __init__(self, engine: Engine, rows: MaskRows, ends: Callable[[int], int]) -> None:
+    def __init__(self, engine: PagedEngine, rows: MaskRows, ends: Callable[[int], int]) -> None:
         info = engine.info
         if info.recurrent or info.n_swa:
             what = "recurrent state" if info.recurrent else "a sliding window"
@@ -111,7 +111,7 @@ class Pool:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: PagedEngine,
         *,
         n_ubatch: int,
         host_limit: int | None = None,
@@ -142,7 +142,7 @@ class Pool:
         self.stage_mask = (AlibiStageMask if info.alibi else StageMask)(n_ubatch)
 
     def make_stages(self, slots: int) -> None:
-        """Let steps see up to `slots` tokens, their own included, whatever is resident. See `Engine.make_stages`."""
+        """Let steps see up to `slots` tokens, whatever is resident, as `PagedEngine.make_stages` does."""
         self.stage_bytes = self.engine.make_stages(slots, self.n_ubatch)
         self.stage_slots = slots
 
@@ -203,7 +203,7 @@ class Pool:
 
         Their rows lie side by side, in this order. Logits of other texts are no longer available. Draft rows of other
         texts are settled if they could not roll back after the step, and a text that is not finite is given up. Nothing
-        else steps the engine. Raises the errors of `Engine.step`; then nothing of any step was computed.
+        else steps the engine. Raises the errors of `PagedEngine.step`; then nothing of any step was computed.
         """
         others: list[TextOnPool] = []
         if len(steps) < len(self.texts):

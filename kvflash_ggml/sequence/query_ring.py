@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ..arrays import Floats, Int32s
 
 if TYPE_CHECKING:
-    from ..native.engine import Engine
+    from ..native.engine import PagedEngine
 
 
 QueryCopy = tuple[Floats, npt.NDArray[np.intp]]
@@ -31,7 +31,7 @@ class QueryRing:
     remainder of a position; replaced by another array when it changes.
     """
 
-    def __init__(self, engine: Engine, seq: int, wanted: int | None = None) -> None:
+    def __init__(self, engine: PagedEngine, seq: int, wanted: int | None = None) -> None:
         self.ring: int = engine.info.query_rows // engine.info.n_seq
         self.rows = self.ring if wanted is None else min(wanted, self.ring)
         self.valid_from = 0

@@ -13,7 +13,7 @@ from ..native.streamed import NO_MASSES, MassRequest
 from ..policy.base import Exact, Masses, Pairs, Scorer
 
 if TYPE_CHECKING:
-    from ..native.engine import Engine
+    from ..native.engine import PagedEngine
     from .query_ring import QueryRing
 
 
@@ -23,7 +23,7 @@ class AttentionScores:
     count: how often scores were fetched.
     """
 
-    def __init__(self, engine: Engine, scorer: Scorer, ring: QueryRing) -> None:
+    def __init__(self, engine: PagedEngine, scorer: Scorer, ring: QueryRing) -> None:
         self.count = 0
         self._why = ""  # why the newest step has no scores
         self._engine = engine

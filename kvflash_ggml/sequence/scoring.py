@@ -33,7 +33,7 @@ from .selection import USUAL, Selection
 if TYPE_CHECKING:
     from ..host.image import PageImage
     from ..host.store import HostStore
-    from ..native.engine import Engine
+    from ..native.engine import PagedEngine
 
 MARGIN = 0.5
 """How much better than a resident chunk an evicted one must be for pages to move before tau, in the units of the scores
@@ -86,7 +86,7 @@ class Scoring:
     """
 
     def __init__(
-        self, engine: Engine, store: HostStore, scorer: Scorer, ring: QueryRing, *, tau: int | None, n_chunks: int,
+        self, engine: PagedEngine, store: HostStore, scorer: Scorer, ring: QueryRing, *, tau: int | None, n_chunks: int,
         slots: int, steady: bool = False, together: Callable[[], int] = lambda: 1,
     ) -> None:  # fmt: skip
         info = engine.info

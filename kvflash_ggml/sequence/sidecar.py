@@ -46,7 +46,7 @@ class Sidecar:
             context = _context(model, min(n_ctx, model.n_ctx_train()), query_rows, step, settings, rope)
             stack.callback(context.close)
             self.n_ctx = context.n_ctx() // CHUNK * CHUNK
-            engine = native.Engine(address(context.ctx), step)
+            engine = native.PagedEngine(address(context.ctx), step)
             stack.callback(engine.close)
             config = KVFlashConfig(pool=engine.info.n_slots)
             self.session = Sequence(Pool(engine, n_ubatch=step), config, seq=0, n_ctx=context.n_ctx(), n_batch=step)

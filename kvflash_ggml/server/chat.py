@@ -21,7 +21,7 @@ from .errors import ApiError, blaming, invalid
 from .exchange import ChoiceAnswer, dumps
 from .fields import note
 from .front import Front, several
-from .images import IMAGES, MARK, SOUND, Images
+from .images import IMAGES, MARK, SOUND, RequestImages
 from .schema import ChatRequest, Message, TemplateRequest, ToolChoice, text_of_content
 from .turns import text_of
 from .usage import heading, marked
@@ -125,7 +125,7 @@ class Prompt:
 
 async def _prompt(front: Front, http: HttpRequest, asked: ChatRequest, *, whole: bool = False) -> Prompt:
     """Make the prompt of a chat. Messages that are left out of it leave `asked`. whole: none is."""
-    images = Images(front, front.salt(http, asked))
+    images = RequestImages(front, front.salt(http, asked))
     given = await front.work(http, _input, asked, images, formatted=_formatted(asked))
     rendered = await front.work(http, _rendered, front, asked, given)
     await images.fetch(http)
@@ -141,18 +141,20 @@ def _rendered(front: Front, asked: ChatRequest, given: ChatInput) -> Rendered:
     return rendered
 
 
-def _whole(front: Front, asked: ChatRequest, given: ChatInput, rendered: Rendered, images: Images) -> Prompt:
+def _whole(front: Front, asked: ChatRequest, given: ChatInput, rendered: Rendered, images: RequestImages) -> Prompt:
     with blaming("messages"):
         return _tokenized(front, asked, rendered, images)
 
 
-def _tokenized(front: Front, asked: ChatRequest, rendered: Rendered, images: Images, left_out: int = 0) -> Prompt:
+def _tokenized(
+    front: Front, asked: ChatRequest, rendered: Rendered, images: RequestImages, left_out: int = 0
+) -> Prompt:
     tokens, seen = images.tokens(rendered.prompt)
     system = _system_end(front, asked.messages, rendered.prompt, tokens)
     return Prompt(rendered=rendered, tokens=tokens, shared_until=system, images=seen, left_out=left_out)
 
 
-def _rolled(front: Front, asked: ChatRequest, given: ChatInput, rendered: Rendered, images: Images) -> Prompt:
+def _rolled(front: Front, asked: ChatRequest, given: ChatInput, rendered: Rendered, images: RequestImages) -> Prompt:
     """Make a prompt that has room for an answer: without the oldest messages, if it has to be."""
     n_ctx, all_messages = front.scheduler.model.n_ctx, asked.messages
     room = max(1, min(front.most(asked.max_tokens), n_ctx // overflow.SHARE))
@@ -181,7 +183,7 @@ def _rolled(front: Front, asked: ChatRequest, given: ChatInput, rendered: Render
 
 def render(front: Front, http: HttpRequest, asked: TemplateRequest) -> str:
     """Write a chat as text, with llama.cpp's mark for an image. ApiError for content that cannot be read."""
-    given = _input(asked, Images(front, front.salt(http, asked)))
+    given = _input(asked, RequestImages(front, front.salt(http, asked)))
     with blaming("messages"):
         return front.prompts.chat(given).prompt.replace(MARK, "<__media__>")
 
@@ -195,7 +197,7 @@ RENDERER = frozenset(
 """What the renderer gives every template itself."""
 
 
-def _input(asked: TemplateRequest, images: Images, *, formatted: bool = False) -> ChatInput:
+def _input(asked: TemplateRequest, images: RequestImages, *, formatted: bool = False) -> ChatInput:
     """Turn a request into what a template takes. images: gets its images. ApiError for what cannot be read, or asked
     for.
     """
@@ -231,7 +233,7 @@ def _answered(given: ChatInput, asked: ChatRequest, *, formatted: bool) -> ChatI
     return replace(given, choice=choice, named=named, parallel=asked.parallel_tool_calls, reasoning=reasoning)
 
 
-def _message(message: Message, index: int, images: Images) -> dict[str, Any]:
+def _message(message: Message, index: int, images: RequestImages) -> dict[str, Any]:
     entry = message.model_dump(exclude_unset=True)
     entry["role"] = "system" if message.role == "developer" else message.role
     entry["content"] = _content(message.content, f"messages.{index}.content", images)
@@ -269,7 +271,7 @@ def _system_end(front: Front, messages: Sequence[Message], text: str, tokens: Se
     return next((i for i, (a, b) in enumerate(zip(begin, tokens, strict=False)) if a != b), len(begin))
 
 
-def _content(content: str | list[dict[str, Any]] | None, where: str, images: Images) -> str:
+def _content(content: str | list[dict[str, Any]] | None, where: str, images: RequestImages) -> str:
     """Return a message's text. As in llama-server and vLLM each part of text is a line; none breaks at an image."""
     if content is None or isinstance(content, str):
         return content or ""

@@ -39,7 +39,7 @@ from .schema import (
     text_of_content,
 )
 from .settings import ServerSettings
-from .speed import Speed
+from .speed import TokenSpeed
 from .usage import overflow_header, preview_header, together
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Front(Intake):
         self.prompts = prompts
         self.embedder = embedder
         self.viewers: Counter[str] = Counter()  # by key
-        self.speed = Speed(scheduler)
+        self.speed = TokenSpeed(scheduler)
         self.items = KeptItems()
 
     async def engine(self, work: Callable[[], T], *, looks: bool = False) -> T:

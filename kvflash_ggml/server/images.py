@@ -42,7 +42,7 @@ def data_url(kind: Any, data: Any) -> str:
     return f"{_DATA}{kind};base64,{data}"
 
 
-class Images:
+class RequestImages:
     """The images and sounds of one request, in the order of its messages. salt: of the request."""
 
     def __init__(self, front: Front, salt: str) -> None:
@@ -93,9 +93,9 @@ class Images:
         expected = "an image is no data URL in base64, as data:image/png;base64,..."
         return self._file(coded if head.endswith(";base64") else None, where, expected, "image")
 
-    def of(self, messages: Collection[int]) -> Images:
+    def of(self, messages: Collection[int]) -> RequestImages:
         """Return what some of the messages have, once all files are there. messages: their numbers."""
-        some = Images(self._front, self.salt)
+        some = RequestImages(self._front, self.salt)
         some._files = [file for file in self._files if int(file[0].split(".")[1]) in messages]
         return some
 

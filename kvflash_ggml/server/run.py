@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from .. import system
-from ..batching.model import Model
+from ..batching.model import ServedText
 from ..batching.scheduler import Limits, Scheduler
 from ..errors import ConfigError
 from ..extensions import extension
@@ -85,7 +85,7 @@ class _Server(uvicorn.Server):
 
 
 def serve(
-    model: Model,
+    model: ServedText,
     prompts: Prompts,
     settings: ServerSettings,
     sock: socket.socket,

@@ -9,7 +9,7 @@ from ..batching.scheduler import Scheduler
 OVER_S = 1.0
 
 
-class Speed:
+class TokenSpeed:
     """Per second and over about the last one, from totals that are looked at now and then."""
 
     def __init__(self, scheduler: Scheduler) -> None:

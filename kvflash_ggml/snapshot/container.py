@@ -38,7 +38,7 @@ MAX_AT_ONCE = 1 << 30
 """Linux reads at most 2 GiB in one call."""
 
 
-class Source(Protocol):
+class ContainerSource(Protocol):
     """The bytes of a container. name: for messages. size: in bytes."""
 
     name: str
@@ -178,7 +178,7 @@ class Writer:
 class Section:
     """A section that has not been read."""
 
-    source: Source
+    source: ContainerSource
     name: str
     offset: int
     size: int
@@ -239,7 +239,7 @@ class Section:
 class StoredPage:
     """A page image that has not been read (host.image.PageSource)."""
 
-    source: Source
+    source: ContainerSource
     salt: str
     offset: int
     size: int
@@ -263,7 +263,7 @@ class Container:
     kind: what the file is. facts: as given to the writer, and as untrustworthy as the file.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ContainerSource) -> None:
         self.source = source
         directory = self._read_directory()
         kind, facts, entries = (directory.get(key) for key in ("kind", "facts", "sections"))

@@ -17,7 +17,7 @@ from ..native.library import build_info
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-    from ..native.engine import Engine, Layer
+    from ..native.engine import Layer, PagedEngine
 
 HEAD = 32 << 20
 """Bytes at the beginning of a GGUF file that are hashed as a whole: metadata and the list of tensors."""
@@ -33,7 +33,7 @@ ROPE = (
 Fingerprint = dict[str, Any]
 
 
-def of_engine(engine: Engine) -> Fingerprint:
+def of_engine(engine: PagedEngine) -> Fingerprint:
     """Return the facts of the cached bytes: their shape and form."""
     info = engine.info
     names = ("type_k", "type_v", "rotated", "n_pos", "n_swa", "recurrent")
@@ -41,7 +41,7 @@ def of_engine(engine: Engine) -> Fingerprint:
     return {"chunk": CHUNK, **facts, "layers": [_shape(layer) for layer in engine.layers]}
 
 
-def of_llama(llm: Llama, engine: Engine) -> Callable[[], Fingerprint]:
+def of_llama(llm: Llama, engine: PagedEngine) -> Callable[[], Fingerprint]:
     """Return a function for the fingerprint of a model and build. llm: just loaded.
 
     The function hashes the files: most models are never saved.

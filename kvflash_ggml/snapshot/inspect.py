@@ -25,7 +25,7 @@ MAX_PAGE = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Description:
+class SnapshotDescription:
     """The content of a file. A fact that this kind of file does not have is None.
 
     kind: "snapshot", or another use of the container. model: a hash of the GGUF file. resident: chunks that are loaded
@@ -54,7 +54,7 @@ class Description:
     compressed: int
 
 
-def describe(path: Path) -> Description:
+def describe(path: Path) -> SnapshotDescription:
     """Read the directory and the tables of a file. SnapshotError if it is no snapshot, or damaged."""
     container = Container(FileSource(path))
     facts = container.facts
@@ -78,7 +78,7 @@ def describe(path: Path) -> Description:
         except ConfigError:
             raw_bytes = None
     checkpoints = facts.get("checkpoints")
-    return Description(
+    return SnapshotDescription(
         path=path, kind=_line(container.kind), version=VERSION, bytes=container.source.size,
         saved_at=path.stat().st_mtime, architecture=_text(fingerprint, "architecture"),
         model=_text(fingerprint, "model"), build=_text(fingerprint, "llama.cpp"), tokens=_number(facts, "length"),

@@ -17,7 +17,7 @@ from ..sequence.sequence import Sequence
 from ..state.session import SessionState
 from ..threads import held_back
 from . import codec, format
-from .container import BytesSource, Container, FileSource, Source
+from .container import BytesSource, Container, ContainerSource, FileSource
 from .fingerprint import Fingerprint
 
 logger = logging.getLogger("kvflash_ggml")
@@ -95,7 +95,7 @@ class SnapshotStore:
 
     def load(self, source: Path | bytes) -> SessionState:
         """Open a snapshot. Page images stay in the file until they are needed. The caller releases the result."""
-        opened: Source = BytesSource(source) if isinstance(source, bytes) else FileSource(source)
+        opened: ContainerSource = BytesSource(source) if isinstance(source, bytes) else FileSource(source)
         container = Container(opened)
         saved = format.read(container, self.fingerprint, self._session.paging.heap, self._session.limits(self._n_vocab))
         theirs = container.facts.get("settings")

@@ -16,7 +16,7 @@ from ..state.session import SavedDraft
 from .draft import Draft, chain
 
 if TYPE_CHECKING:
-    from ..native.engine import Engine
+    from ..native.engine import PagedEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ class FeatureRows:
     UnsupportedError for an architecture that does not give these rows.
     """
 
-    def __init__(self, engine: Engine, drafters: Sequence[Drafter], n_embd: int) -> None:
+    def __init__(self, engine: PagedEngine, drafters: Sequence[Drafter], n_embd: int) -> None:
         self._layers = sorted({layer for drafter in drafters for layer in drafter.wants.layers})
         self._n_embd = n_embd
         self._engine = engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -10,26 +11,27 @@ import numpy as np
 from ..arrays import Floats
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A change of the page table, or a score of the text.
+
+    length: tokens evaluated once the step is done. resident: chunks in the pool. recalled: chunks paged in. scores: the
+    scores that were just used, one per chunk. evicted_mass: estimated share of attention on chunks that are not in
+    `resident`, where a policy can tell. generating: the step computes one token of an answer.
+    """
+
+    length: int
+    resident: Sequence[int]
+    recalled: Sequence[int] = ()
+    scores: Floats | None = None
+    evicted_mass: float | None = None
+    generating: bool = False
+
+
 class Observer(Protocol):
-    """Is told of every change of the page table, and of every score of the text."""
+    """Is told of every change."""
 
-    def changed(
-        self,
-        *,
-        length: int,
-        resident: Sequence[int],
-        recalled: Sequence[int],
-        scores: Floats | None,
-        evicted_mass: float | None,
-        generating: bool,
-    ) -> None:
-        """Hear of one change.
-
-        length: tokens evaluated once the step is done. recalled: chunks paged in. scores: the scores that were just
-        used, one per chunk. evicted_mass: estimated share of attention on chunks that are not in `resident`, where a
-        policy can tell. generating: the step computes one token of an answer.
-        """
-        ...
+    def changed(self, change: Change) -> None: ...
 
 
 class Events:
@@ -58,16 +60,16 @@ class Events:
         mass = None if scores is None else self._weigh(scores, resident, generating=generating)
         if self.observer is not None:
             self.observer.changed(
-                length=length, resident=resident, recalled=recalled, scores=scores, evicted_mass=mass,
-                generating=generating,
+                Change(
+                    length=length, resident=resident, recalled=recalled, scores=scores, evicted_mass=mass,
+                    generating=generating,
+                )
             )  # fmt: skip
 
     def truncated(self, length: int, resident: Sequence[int]) -> None:
         """Report that the text was cut or replaced. A change for scores that were noted may still follow."""
         if self.observer is not None:
-            self.observer.changed(
-                length=length, resident=resident, recalled=(), scores=None, evicted_mass=None, generating=False
-            )
+            self.observer.changed(Change(length=length, resident=resident))
 
     def reset(self) -> None:
         """Forget the text."""

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from ..arrays import Floats
 from ..constants import CHUNK
 from ..files import write_atomically
+from .events import Change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,27 +171,20 @@ class Trace:
         """Chunks paged in since the recording began."""
         return sum(len(moment.recalled) for moment in self.moments)
 
-    def changed(
-        self,
-        *,
-        length: int,
-        resident: Sequence[int],
-        recalled: Sequence[int],
-        scores: Floats | None,
-        evicted_mass: float | None,
-        generating: bool,
-    ) -> None:
-        if scores is None and not recalled and self.moments and self.moments[-1].resident == tuple(resident):
+    def changed(self, change: Change) -> None:
+        """Note a moment. See `Observer`."""
+        scores, resident = change.scores, tuple(change.resident)
+        if scores is None and not change.recalled and self.moments and self.moments[-1].resident == resident:
             return  # a cut within a chunk, for example of rejected drafts
         bits = np.zeros(max(resident, default=-1) + 1, np.bool_)
         bits[list(resident)] = True
         moment = Moment(
-            length=length,
+            length=change.length,
             bits=np.packbits(bits),
-            recalled=tuple(recalled),
+            recalled=tuple(change.recalled),
             scores=None if scores is None else scores.astype(np.float32),
-            evicted_mass=evicted_mass,
-            generating=generating,
+            evicted_mass=change.evicted_mass,
+            generating=change.generating,
         )
         if self.moments and self.moments[-1].changes < self._stride:
             last = self.moments.pop()

@@ -221,7 +221,7 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
             with native.pool_request(pool, query_rows):
                 ctx = internals.LlamaContext(model=loaded, params=cparams, verbose=False)
             with skips_what_a_gpu_cannot_attend_to():
-                engine = native.Engine(ctypes.cast(ctx.ctx, ctypes.c_void_p).value or 0, longest)
+                engine = native.PagedEngine(ctypes.cast(ctx.ctx, ctypes.c_void_p).value or 0, longest)
             shared = Pool(engine, n_ubatch=longest, block_order=block_order, fixed_rows=fixed_rows)
             if stages:
                 shared.make_stages(stages)

@@ -265,12 +265,12 @@ def test_a_text_that_another_process_goes_on_with(
 def test_memory_for_stages_that_is_refused(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default goes on with the pool and says so; who asked for exact reading is told."""
     from kvflash_ggml.errors import HostMemoryError
-    from kvflash_ggml.native.engine import Engine
+    from kvflash_ggml.native.engine import PagedEngine
 
-    def refuse(self: Engine, slots: int, tokens: int) -> int:
+    def refuse(self: PagedEngine, slots: int, tokens: int) -> int:
         raise HostMemoryError(f"no memory for stages of {slots} slots")
 
-    monkeypatch.setattr(Engine, "make_stages", refuse)
+    monkeypatch.setattr(PagedEngine, "make_stages", refuse)
     llm = llama("dense", kvflash=POOL, n_ctx=N_CTX, kvflash_reading="auto")
     assert llm.kvflash.reading == "pool"
     assert "no memory for stages of 2048 slots" in llm.kvflash.banner()

@@ -323,9 +323,14 @@ def test_a_step_that_fails_within_an_image_leaves_no_trace(
     asker: Any, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of rows that share a position llama.cpp forgets all, those of steps before it too."""
-    from kvflash_ggml.native.engine import Engine
+    from kvflash_ggml.native.engine import PagedEngine
 
-    chat, fresh, step, left = asker(kvflash=2048), asker(kvflash=2048), Engine.step, [-(-pair.rows // pair.steps[1])]
+    chat, fresh, step, left = (
+        asker(kvflash=2048),
+        asker(kvflash=2048),
+        PagedEngine.step,
+        [-(-pair.rows // pair.steps[1])],
+    )
 
     def fails(engine: Any, count: int, wait: int, codes: list[int], streamed: Any = None, media: Any = None) -> None:
         if media is None:
@@ -340,7 +345,7 @@ def test_a_step_that_fails_within_an_image_leaves_no_trace(
     chat.ask("Hello.")
     fresh.ask("Hello.")
     with monkeypatch.context() as patched:
-        patched.setattr(Engine, "step", fails)
+        patched.setattr(PagedEngine, "step", fails)
         with pytest.raises(DecodeError):
             chat.ask(RED, "Which?")
     assert left == [0]

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 
 from kvflash_bench.doubts import Answer, Signals, Watch, counts, threshold, told
+from kvflash_ggml.trace.events import Change
 
 
 def note(watch, length, resident, recalled=(), asked=None, mass=None, generating=True):
     scores = None if asked is None else np.log(np.array([asked.get(chunk, 0.01) for chunk in range(10)]))
     watch.changed(
-        length=length, resident=resident, recalled=recalled, scores=scores, evicted_mass=mass, generating=generating
+        Change(
+            length=length, resident=resident, recalled=recalled, scores=scores, evicted_mass=mass, generating=generating
+        )
     )
 
 

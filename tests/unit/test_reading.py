@@ -9,7 +9,7 @@ from support.fake_engine import FakeDevice, FakeEngine, FakeLayer
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, DeviceLimit, HostMemoryError, UnsupportedError
-from kvflash_ggml.llama.reading import SHARE, Room, open_reading, rooms, stage_slots
+from kvflash_ggml.llama.reading import SHARE, StageRoom, open_reading, rooms, stage_slots
 from kvflash_ggml.placement.needs import MASK
 from kvflash_ggml.sequence.pool import Pool
 from kvflash_ggml.sequence.reading import ReadStats
@@ -43,8 +43,8 @@ def test_accepted() -> None:
 # --- how large
 
 
-def one(free: int, slot_bytes: int, name: str = "CUDA0", bound: int | None = None) -> Room:
-    return Room(name=name, free=free, slot_bytes=slot_bytes, row=100, bound=bound)
+def one(free: int, slot_bytes: int, name: str = "CUDA0", bound: int | None = None) -> StageRoom:
+    return StageRoom(name=name, free=free, slot_bytes=slot_bytes, row=100, bound=bound)
 
 
 def test_stages_are_as_large_as_asked_for_but_for_the_context() -> None:

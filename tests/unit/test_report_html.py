@@ -13,6 +13,7 @@ import pytest
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.trace import recorder as trace_html
+from kvflash_ggml.trace.events import Change
 from kvflash_ggml.trace.recorder import Summary, Trace, levels, page
 
 HOSTILE = """</title><script>alert("x")</script><img src=x onerror='y'> & ${data} $title"""
@@ -53,12 +54,14 @@ def trace(moments: int = 3, chunks: int = 5) -> Trace:
     one = Trace()
     for i in range(moments):
         one.changed(
-            length=(i + 1) * CHUNK * chunks // moments,
-            resident=(0, i % chunks),
-            recalled=(i % chunks,) if i else (),
-            scores=np.linspace(-8, -1, chunks, dtype=np.float32) if i % 2 else None,
-            evicted_mass=0.3 if i % 2 else None,
-            generating=i == moments - 1,
+            Change(
+                length=(i + 1) * CHUNK * chunks // moments,
+                resident=(0, i % chunks),
+                recalled=(i % chunks,) if i else (),
+                scores=np.linspace(-8, -1, chunks, dtype=np.float32) if i % 2 else None,
+                evicted_mass=0.3 if i % 2 else None,
+                generating=i == moments - 1,
+            )
         )
     return one
 

@@ -19,7 +19,7 @@ from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.media.files import MediaLimits
 from kvflash_ggml.server import fetch, images
 from kvflash_ggml.server.errors import ApiError
-from kvflash_ggml.server.images import Images
+from kvflash_ggml.server.images import RequestImages
 from kvflash_ggml.server.intake import MAX_FETCHES
 
 FILES = [b"\1\2\3", b"\4\5"]
@@ -245,7 +245,7 @@ def test_the_files_of_a_request_have_one_time(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(fetch, "fetch", fetched)
     monkeypatch.setattr(images.time, "monotonic", lambda: clock[0])
-    one = Images(server(media_urls=True).front, "")
+    one = RequestImages(server(media_urls=True).front, "")
     for _ in range(3):
         one.take(photo(SEEN_AT), "here")
     with pytest.raises(ApiError, match=r"here: .* the files of this request take longer than 10 seconds"):

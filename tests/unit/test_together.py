@@ -396,7 +396,7 @@ def test_an_interrupt_while_chunks_leave_loses_nothing(monkeypatch: pytest.Monke
 
 def test_a_text_is_not_levelled_into_a_step_that_streams() -> None:
     """Its token fits the pool. As many rows as another text's draft evict a chunk, and stream in an exact answer."""
-    from kvflash_ggml.runtime.task import Pending, Request, Task, Verified
+    from kvflash_ggml.runtime.task import Pending, Task, TaskRequest, Verified
 
     engine, pool, texts = on_one_pool(2, rs_planes=3)
     pool.make_stages(2 * SHARE)
@@ -407,7 +407,7 @@ def test_a_text_is_not_levelled_into_a_step_that_streams() -> None:
     speculator = Speculator([], Fixed(4), n_vocab=1000, ends=[])
     for text, streams in zip(texts, (True, False), strict=True):
         owner: Any = SimpleNamespace(text=SimpleNamespace(speculator=speculator, draw=lambda pos: 0))
-        answer = Task(owner, Request(tokens=numbers(1, 7), sampler=None))
+        answer = Task(owner, TaskRequest(tokens=numbers(1, 7), sampler=None))
         text.begin(1)
         before = text.prepare_answer(numbers(1, 7), LAST)
         assert before.view is None

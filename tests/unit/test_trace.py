@@ -22,19 +22,21 @@ from kvflash_ggml.policy.heads import attention_shares
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.trace import recorder as trace_module
-from kvflash_ggml.trace.events import Events, evicted_share
+from kvflash_ggml.trace.events import Change, Events, evicted_share
 from kvflash_ggml.trace.recorder import Trace, thinned
 
 
 def fill(trace: Trace, count: int, *, chunks: int = 4, scored: bool = True) -> None:
     for i in range(count):
         trace.changed(
-            length=(i + 1) * CHUNK,
-            resident=tuple(range(i % chunks + 1)),
-            recalled=(i,),
-            scores=np.full(chunks, i, np.float32) if scored and i % 3 == 0 else None,
-            evicted_mass=0.5 if i % 3 == 0 else None,
-            generating=i >= count // 2,
+            Change(
+                length=(i + 1) * CHUNK,
+                resident=tuple(range(i % chunks + 1)),
+                recalled=(i,),
+                scores=np.full(chunks, i, np.float32) if scored and i % 3 == 0 else None,
+                evicted_mass=0.5 if i % 3 == 0 else None,
+                generating=i >= count // 2,
+            )
         )
 
 
@@ -44,9 +46,9 @@ def fill(trace: Trace, count: int, *, chunks: int = 4, scored: bool = True) -> N
 def test_a_moment_is_what_was_told() -> None:
     trace = Trace()
     scores = np.array([1.0, 2.0], np.float32)
-    trace.changed(
+    trace.changed(Change(
         length=130, resident=(0, 2, 9), recalled=(2, 9), scores=scores, evicted_mass=0.25, generating=True
-    )  # fmt: skip
+    ))  # fmt: skip
     scores[:] = 0  # the caller may go on to use its array
     (moment,) = trace.moments
     assert moment.length == 130
@@ -61,16 +63,16 @@ def test_a_moment_is_what_was_told() -> None:
 
 def test_an_empty_page_table_is_a_moment_too() -> None:
     trace = Trace()
-    trace.changed(length=0, resident=(), recalled=(), scores=None, evicted_mass=None, generating=False)
+    trace.changed(Change(length=0, resident=(), recalled=(), scores=None, evicted_mass=None, generating=False))
     assert trace.moments[0].resident == ()
 
 
 def test_a_cut_that_moves_nothing_is_no_moment() -> None:
     trace = Trace()
     for length in (300, 299, 280):
-        trace.changed(
+        trace.changed(Change(
             length=length, resident=(0, 2, 4), recalled=(), scores=None, evicted_mass=None, generating=True
-        )  # fmt: skip
+        ))  # fmt: skip
     assert len(trace.moments) == 1
 
 
