@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from support.harness import check, row
-from support.inside import inside
 
-from kvflash_ggml import KVFlashConfig, PrefixCache
+from kvflash_ggml import PrefixCache
 from kvflash_ggml.errors import ConfigError, KVFlashError
 from kvflash_ggml.llama import preview
 
@@ -159,11 +158,8 @@ def test_the_banner_says_that_answers_are_previews(llama: Any) -> None:
         assert ("answering long prompts from a part of them, then reading exact" in banner) == (reading == "preview")
 
 
-def test_a_scheduler_refuses_a_model_of_previews_before_it_opens_texts(llama: Any) -> None:
+def test_a_server_refuses_a_model_that_makes_previews_by_itself(llama: Any) -> None:
     from kvflash_ggml.batching.llama import LlamaModel
 
-    config = KVFlashConfig(pool=1024, calibrate=False, reading="preview", parallel=2)
-    llm = llama("dense", n_ctx=4096, n_threads=1, kvflash=config)
     with pytest.raises(ConfigError, match="makes previews by request"):
-        LlamaModel(llm)
-    assert len(inside(llm).session.pool.texts) == 1
+        LlamaModel(llama("dense", **SETTINGS, kvflash_reading="preview"))
