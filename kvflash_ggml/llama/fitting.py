@@ -95,7 +95,7 @@ def check_full_cache(path: str, asked: ModelRequest) -> None:
         )
 
 
-def check_limits(path: str, asked: Asked) -> None:
+def check_limits(path: str, asked: ModelRequest) -> None:
     """Raise DeviceLimit where K or V of a layer would be a larger tensor than a GPU of this machine computes on."""
     config, settings = asked.config, asked.upstream
     gpus = [device.name for device in devices.devices() if device.kind in ("gpu", "integrated")]
