@@ -12,6 +12,7 @@ import numpy as np
 
 from kvflash_ggml.arrays import Floats
 from kvflash_ggml.constants import CHUNK
+from kvflash_ggml.trace.events import Change
 
 from . import report
 from .graded import Record, Sample
@@ -40,12 +41,9 @@ class Watch:
     def __init__(self) -> None:
         self.moments: list[Moment] = []
 
-    def changed(
-        self, *, length: int, resident: Sequence[int], recalled: Sequence[int], scores: Floats | None,
-        evicted_mass: float | None, generating: bool,
-    ) -> None:  # fmt: skip
-        newest = self.moments[-1].scores if scores is None and self.moments else scores
-        self.moments.append(Moment(length=length, resident=frozenset(resident), scores=newest))
+    def changed(self, change: Change) -> None:
+        newest = self.moments[-1].scores if change.scores is None and self.moments else change.scores
+        self.moments.append(Moment(length=change.length, resident=frozenset(change.resident), scores=newest))
 
     def at(self, length: int) -> Moment:
         """Return the newest moment whose text has at most `length` tokens."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvflash_bench.explain import Moment, Watch, needle, places, rows
+from kvflash_ggml.trace.events import Change
 
 
 def words(text: str) -> int:
@@ -18,7 +19,9 @@ def watch(*moments: tuple[int, tuple[int, ...], dict[int, float] | None]) -> Wat
     for length, resident, shares in moments:
         scores = None if shares is None else np.log(np.array([shares.get(chunk, 0.01) for chunk in range(6)]))
         made.changed(
-            length=length, resident=resident, recalled=(), scores=scores, evicted_mass=None, generating=length > 400
+            Change(
+                length=length, resident=resident, recalled=(), scores=scores, evicted_mass=None, generating=length > 400
+            )
         )
     return made
 
