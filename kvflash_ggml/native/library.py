@@ -17,6 +17,7 @@ import os
 import re
 import site
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -88,6 +89,7 @@ def _load() -> None:
     for path in trial.to_open(files):
         _open(path)
     _open(folder / f"{_PREFIX}kvf_chat{_SUFFIX}")
+    open_device_backends(files)
     _point_llama_cpp_at(folder)
     llama_cpp = _import_llama_cpp(libllama)
     log = logging.getLogger("llama-cpp-python")
@@ -99,6 +101,18 @@ def _load() -> None:
         raise LibraryError(f"{error}. Build it again: {pip_line.reinstall()}") from error
     extension = _import(_EXTENSION, libllama)
     _refuse_mismatch(llama_cpp, extension.lib, libllama)
+
+
+def open_device_backends(files: Iterable[Path]) -> None:
+    """Open what ggml loads of a portable build besides the CPU, so that it finds a CUDA runtime installed by pip.
+
+    One that cannot be opened is left out: a wheel with CUDA computes on the CPU where there is no driver.
+    """
+    for path in trial.device_backends(files):
+        try:
+            _open(path)
+        except LibraryError as error:
+            logger.log(logging.WARNING if machine_has_gpu() else logging.DEBUG, "%s", error)
 
 
 def _shorten_spins() -> None:

@@ -175,6 +175,12 @@ def to_open(files: Iterable[Path]) -> list[Path]:
     return [file for file in known if file.name.removeprefix("lib").partition(".")[0] in _LINKED]
 
 
+def device_backends(files: Iterable[Path]) -> list[Path]:
+    """Return the other backends of a portable build, which compute elsewhere than on the CPU; none of another build."""
+    known = load_order(files)
+    return [file for file in known if file not in cpu_variants(known) and file not in to_open(known)]
+
+
 _loading = threading.Lock()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -104,7 +105,8 @@ class Toolchain:
             f"with 'apt install g++', or set {variable}."
         )
 
-    def _cuda_identity(self) -> list[str]:
+    def nvcc(self) -> str:
+        """The CUDA compiler. VendorError where there is none."""
         home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
         nvcc = self.defines.get("CMAKE_CUDA_COMPILER") or os.environ.get("CUDACXX")
         nvcc = nvcc or shutil.which("nvcc") or str(Path(home) / "bin" / "nvcc")
@@ -113,7 +115,10 @@ class Toolchain:
                 f"GGML_CUDA is on but there is no CUDA compiler ({nvcc}). Install the CUDA toolkit "
                 "(the driver alone is not enough) or set CUDACXX to the path of nvcc."
             )
-        parts = [_version([nvcc])]
+        return nvcc
+
+    def _cuda_identity(self) -> list[str]:
+        parts = [_version([self.nvcc()])]
         if "CMAKE_CUDA_ARCHITECTURES" not in self.defines and shutil.which("nvidia-smi"):
             parts.append(_output(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]))
         return parts
@@ -127,6 +132,16 @@ class Toolchain:
                 f"needs: apt install {VULKAN_PACKAGES} (Debian 12, Ubuntu 24.04)"
             )
         return _output([glslc, "--version"])
+
+
+def cuda_release() -> str:
+    """The release of the toolkit that a build with CUDA would take, as "12.8". VendorError where there is none."""
+    nvcc = Toolchain(defines=user_defines()).nvcc()
+    said = _output([nvcc, "--version"])
+    found = re.search(r"release (\d+\.\d+)", said)
+    if found is None:
+        raise VendorError(f"{nvcc} --version names no release of CUDA: {said.strip()}")
+    return found[1]
 
 
 def user_defines(extra: Sequence[str] = ()) -> dict[str, str]:

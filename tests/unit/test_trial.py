@@ -12,7 +12,7 @@ import pytest
 from vendoring import build, toolchain
 from vendoring.pin import VendorError
 
-from kvflash_ggml.native import trial
+from kvflash_ggml.native import library, trial
 
 AMX = 'CFLAGS="-mno-amx-int8" CXXFLAGS="-mno-amx-int8"'
 PORTABLE = 'CMAKE_ARGS="$CMAKE_ARGS -DGGML_NATIVE=OFF"'
@@ -101,6 +101,22 @@ def test_ggml_opens_the_backends_of_a_portable_build() -> None:
     native = [Path("lib", name) for name in ("libllama.so", "libggml-cpu.so", "libggml.so", "libggml-base.so")]
     assert trial.to_open(native) == trial.load_order(native)
     assert trial.cpu_variants(native) == []
+    assert [file.name for file in trial.device_backends(files)] == ["libggml-cuda.so"]
+    assert trial.device_backends([*native, Path("lib", "libggml-cuda.so")]) == []
+
+
+@pytest.mark.parametrize(("gpu", "level"), [(True, "WARNING"), (False, "DEBUG")])
+def test_a_portable_build_does_without_a_backend_that_does_not_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gpu: bool, level: str
+) -> None:
+    monkeypatch.setattr(library, "machine_has_gpu", lambda: gpu)
+    caplog.set_level("DEBUG", "kvflash_ggml")
+    for name in PORTABLE_FILES:
+        (tmp_path / name).write_text("no library")
+    library.open_device_backends(tmp_path.iterdir())
+    (said,) = caplog.records
+    assert said.levelname == level
+    assert "libggml-cuda.so could not be loaded" in said.message
 
 
 class Ggml:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 from vendoring import wheel
-from vendoring.pin import VendorError
+from vendoring.pin import REPO, VendorError
 
 
 @pytest.mark.parametrize(
@@ -44,3 +46,34 @@ def test_the_libraries_of_others_are_known_by_their_place() -> None:
 def test_a_copyright_file_names_the_licences_beside_it() -> None:
     text = "in `/usr/share/common-licenses/GPL-3'.\n/usr/share/common-licenses/GPL. /usr/share/common-licenses/GPL-3,"
     assert wheel.referred(text) == ["GPL", "GPL-3"]
+
+
+@pytest.mark.parametrize(
+    ("release", "tag", "runtime"),
+    [
+        ("12.8", "+cu12", "nvidia-cuda-runtime-cu12>=12.8,<13"),
+        ("13.0", "+cu13", "nvidia-cuda-runtime>=13.0,<14"),
+    ],
+)
+def test_a_wheel_with_cuda_has_a_version_of_its_own_and_requires_nvidias(release: str, tag: str, runtime: str) -> None:
+    metadata = (
+        "Metadata-Version: 2.2\nName: kvflash-ggml\nVersion: 0.1.0\nRequires-Dist: numpy>=1.23\n\n# Title\nVersion: 9\n"
+    )
+    head, _, text = wheel.with_cuda(metadata, release).partition("\n\n")
+    lines = head.splitlines()
+    assert lines[:4] == [*metadata.splitlines()[:2], f"Version: 0.1.0{tag}", "Requires-Dist: numpy>=1.23"]
+    assert lines[4] == f"Requires-Dist: {runtime}"
+    assert lines[5] == f"Requires-Dist: {runtime.replace('cuda-runtime', 'cublas')}"
+    assert text == "# Title\nVersion: 9\n"
+
+
+def test_the_bundle_says_how_it_is_installed() -> None:
+    """`scripts/wheel --bundle` does what it says."""
+    text = wheel.README.format(python="Python 3.12", platform="manylinux_2_34_x86_64", extras=wheel.EXTRAS)
+    lines = [shlex.split(line) for line in text.splitlines()]
+    (install,) = (line for line in lines if line and line[0].endswith("/pip"))
+    assert install[1:5] == ["install", "--no-index", "--find-links", "wheels"]
+    extras = re.findall(r"\w+", wheel.EXTRAS.partition("[")[2])
+    known = (REPO / "pyproject.toml").read_text(encoding="utf-8")
+    assert [extra for extra in extras if f"\n{extra} = [" not in known] == []
+    assert [name for name in wheel.DEMO if not (REPO / name).is_file()] == []
