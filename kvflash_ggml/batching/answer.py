@@ -116,7 +116,8 @@ class Answer:
     started: when the text was at hand; 0.0 before. name: the identifier that its conversation gets, "" for the one it
     has. conversation: that identifier, once it is known. preview: None for an answer that is none. read_yet: tokens
     that were read in this turn, and that are to be; an estimate before the first step. waits: its reader has enough for
-    now, and `begin` goes on from here. end: once it has come to its end.
+    now, and `begin` goes on from here. turns_s, swap_s: seconds of its earlier turns in a slot, and those that it takes
+    to swap its text out and in again. end: once it has come to its end.
     """
 
     def __init__(self, job: Job, clock: Callable[[], float]) -> None:
@@ -126,7 +127,9 @@ class Answer:
         self._model: ServedText | None = None  # of its slot, while it is made
         self._task: Task | None = None
         self._steps: Generator[int | Pending | None] | None = None
-        self._newest = 0.0  # when the newest token of this turn was drawn
+        self._request = job.request  # a preview reads a part of its prompt
+        self._turn = self._newest = 0.0  # when the first and the newest token of this turn were drawn
+        self.turns_s = self.swap_s = 0.0
         self._limit = 0
         self.waits = False
         self.end: Finished | None = None
@@ -160,9 +163,9 @@ class Answer:
         return self._task is not None and self._task.reads
 
     @property
-    def reads_again(self) -> bool:
-        """Whether its text is being read again, which was lost between two tokens."""
-        return self.reads and self._newest > 0
+    def held(self) -> float | None:
+        """Seconds since the first token of this turn; None before it, and while the text is read."""
+        return None if self.reads or not self._newest else self._clock() - self._turn
 
     @property
     def usage(self) -> Usage:
@@ -192,8 +195,9 @@ class Answer:
             )
         if self._paused is None:
             self._missed = missed_of(request, slot.differs(request), model.piece)
-        if request.reading == PREVIEW:
-            request = self._part_of(request, slot)
+            if request.reading == PREVIEW:
+                self._request = self._part_of(request, slot)
+        request = self._request
         conversation = slot.take(request, drawn=self._tokens, beside=beside)
         conversation.id = self.conversation = self.name or conversation.id
         if self._paused is None:
@@ -219,6 +223,12 @@ class Answer:
         if reason is not None:
             self._finish(reason)
         return None
+
+    def put_aside(self) -> None:
+        """Leave the slot between two tokens. `begin` goes on from there."""
+        assert self._model is not None
+        self._paused, self.waits = self._model.pause(self._tokens), True
+        self.close()
 
     def close(self) -> None:
         """Leave the slot: nothing more is made for now."""
@@ -250,7 +260,7 @@ class Answer:
 
         The client is told the conversation that the prompt continues, which gets the whole prompt later.
         """
-        tokens = slot.preview(request) if self._paused is None else None
+        tokens = slot.preview(request)
         if tokens is None:
             return replace(request, reading=None)
         self.name = slot.continues(request)
@@ -266,7 +276,9 @@ class Answer:
         self._last = self._newest
         if before:
             self.gaps.append(self._last - before)
-        elif request.prompt_logprobs:
+        else:
+            self._turn = self._newest
+        if request.prompt_logprobs and not self._first:
             self._tell("", model.prompt_logprobs())
         self._first = self._first or self._last
         if self._limit == 0:
@@ -285,9 +297,8 @@ class Answer:
             return "stop"
         if len(self._tokens) >= self._limit:
             return "length"
-        if self._job.full() and request.reuse and self.preview is None:
-            self._paused, self.waits = model.pause(self._tokens), True
-            self.close()
+        if self._job.full():
+            self.put_aside()
         return None
 
     def _tell(self, text: str, logprobs: tuple[Logprob, ...]) -> None:

@@ -170,7 +170,7 @@ class LlamaModel:
             tokens = np.concatenate([tokens, np.asarray(paused.drawn, np.int32)])
             # else it was lost, and its tokens are read again as a prompt's
             goes_on = np.array_equal(self.tokens, tokens[:-1])
-        if request.prompt_logprobs:
+        if request.prompt_logprobs and paused is None:
             piece = cache(partial(vocabulary.piece, text.model.weights.vocab, special=True))
             self._prompt = (PromptLogprobs(request.tokens, request.logprobs or 0, piece), request)
         self._read_otherwise |= request.reading not in {None, self._reading}

@@ -1,4 +1,4 @@
-"""Requests that wait: bounded by number and by tokens, in turns by key."""
+"""Requests that wait: bounded by number and by tokens, in turns by key, and those that have had a turn by turns too."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from ..errors import KVFlashError
 from .messages import Event, Request
@@ -52,6 +53,8 @@ class Job:
 class RequestQueue:
     """Any thread puts and removes; the engine's takes. Higher priorities first, then keys in turn, then in order.
 
+    Of one priority, a request that has had no turn comes before those that have. Where both wait, they alternate.
+
     most, most_tokens: bounds of the requests that wait, and of the tokens of their prompts. random: a number from 0 to
     1, for the times that refused clients are told. tokens: of the prompts that wait.
     """
@@ -63,6 +66,7 @@ class RequestQueue:
         self._lanes: dict[tuple[int, str], deque[Job]] = {}
         self.tokens = 0
         self._count = 0
+        self._begun = False  # the next one is one that has had a turn
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -111,18 +115,27 @@ class RequestQueue:
 
     def put_first(self, job: Job) -> None:
         """Put one back that had been taken: it comes before all others of its key, and needs no room."""
+        self._put_back(job, deque.appendleft)
+
+    def put_last(self, job: Job) -> None:
+        """Put one back that had been taken: it comes behind all others of its key, and needs no room."""
+        self._put_back(job, deque.append)
+
+    def _put_back(self, job: Job, add: Callable[[deque[Job], Job], None]) -> None:
         lane = (job.request.priority, job.request.key)
         with self._lock:
-            self._lanes.setdefault(lane, deque()).appendleft(job)
+            add(self._lanes.setdefault(lane, deque()), job)
             self._count_in(job)
 
     def take(self, fits: Callable[[Job], bool] = lambda job: True) -> Job | None:
         """Return the next request that fits, of the highest priority that waits; None if there is none."""
         with self._lock:
             highest = max((priority for priority, _ in self._lanes), default=0)
-            for lane in [lane for lane in self._lanes if lane[0] == highest]:
-                job = next(filter(fits, self._lanes[lane]), None)
+            lanes = [lane for lane in self._lanes if lane[0] == highest]
+            for begun, lane in product((self._begun, not self._begun), lanes):
+                job = next((job for job in self._lanes[lane] if job.begun == begun and fits(job)), None)
                 if job is not None:
+                    self._begun = not begun
                     jobs = self._lanes.pop(lane)
                     jobs.remove(job)
                     if jobs:

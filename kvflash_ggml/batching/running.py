@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .answer import Answer
 from .queue import Job
-from .schedule import Want
+from .schedule import Turn, Want
 from .slot import Slot
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ TOKEN, SHARES = Want(), Want(shares=True)
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """An answer in a slot. pending: its next step; None where it has to be prepared first.
+    """An answer in a slot. began: when it took a slot, less the time between its turns.
+    pending: its next step; None where it has to be prepared first.
 
     done: tokens of its prompt at the newest step of several. let: see `Want`. cached: tokens that need not be read of
     prompts that wait while this one is read.
@@ -45,6 +46,9 @@ class Running:
             return TOKEN if self.answer.generated else SHARES
         done, total = self.answer.read_yet
         priority = self.job.request.priority
-        return Want(
-            reads=True, again=self.answer.reads_again, left=total - done, done=done, let=self.let, priority=priority
-        )
+        return Want(reads=True, left=total - done, done=done, let=self.let, priority=priority)
+
+    @property
+    def turn(self) -> Turn:
+        """What it has had of its slot."""
+        return Turn(held=self.answer.held, swap_s=self.answer.swap_s, priority=self.job.request.priority)

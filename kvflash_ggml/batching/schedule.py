@@ -1,4 +1,4 @@
-"""Who has the next step: a pure function of what the running answers want. No thread, no clock, no model."""
+"""Who has the next step, and who leaves its slot: pure functions. No thread, no clock, no model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ SHARE = 0.5
 class Want:
     """What a running answer wants of the next step.
 
-    reads: a step of its prompt, of which `left` tokens are to be read and `done` were read for it. again: a step of its
-    text, which was lost within its answer. shares: one step for all of its prompt, which other prompts can share. Else
+    reads: a step of its prompt, of which `left` tokens are to be read and `done` were read for it. A text that was lost
+    within its answer is read like a prompt. shares: one step for all of its prompt, which other prompts can share. Else
     its next token. let: tokens of newer prompts that were read between its steps. priority: of its request.
     """
 
     reads: bool = False
-    again: bool = False
     shares: bool = False
     left: int = 0
     done: int = 0
@@ -37,9 +36,6 @@ def schedule(wants: Sequence[Want], *, rows: int, owed: bool) -> list[int]:
     the last step, and the answers that wait for their next token are to have theirs. rows: most tokens of a step of a
     prompt.
     """
-    again = [at for at, want in enumerate(wants) if want.again]
-    if again:  # before a step of several: what has spoiled one would spoil the next
-        return again[:1]
     readers = [at for at, want in enumerate(wants) if want.reads]
     others = [at for at, want in enumerate(wants) if not want.reads]
     if not readers or (others and owed) or any(wants[at].shares for at in others):
@@ -58,6 +54,40 @@ def passes(newer: Want, older: Want, *, rows: int) -> bool:
     if newer.priority != older.priority:
         return newer.priority > older.priority
     return newer.left < older.left and older.let + min(newer.left, rows) <= SHARE * older.done
+
+
+LEAST_TURN_S = 2.0
+"""An answer decodes for so many seconds before it gives its slot to a request that waits."""
+
+SWAPS = 20
+"""And for so many times what it takes to swap its text out and in again, so that turns cost 5 % of the time at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What a running answer has had of its slot.
+
+    held: seconds since it drew the first token of this turn; None before, and while its text is read. swap_s: seconds
+    to swap its text out and in again. priority: of its request.
+    """
+
+    held: float | None
+    swap_s: float = 0.0
+    priority: int = 0
+
+    @property
+    def over(self) -> float:
+        """Seconds that the answer has decoded beyond its turn; below 0 while that lasts."""
+        return -1.0 if self.held is None else self.held - max(LEAST_TURN_S, SWAPS * self.swap_s)
+
+
+def gives_way(turns: Sequence[Turn]) -> int | None:
+    """Return which answer is swapped out for a request that waits where no slot is free, by its place in `turns`.
+
+    Of the lowest priority, the one that has decoded longest beyond its turn. None while all turns last.
+    """
+    ended = [at for at, turn in enumerate(turns) if turn.over > 0]
+    return min(ended, key=lambda at: (turns[at].priority, -turns[at].over), default=None)
 
 
 def groups(steps: Sequence[tuple[T, int]], limit: int) -> Iterator[list[T]]:

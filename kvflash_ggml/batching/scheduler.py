@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,6 +21,7 @@ from .behind import Behind
 from .conversations import Conversations
 from .messages import (
     CANCELLED,
+    DEADLINE,
     INTERNAL,
     NUMERICAL,
     QUEUE_DEADLINE,
@@ -35,8 +37,8 @@ from .model import ServedText
 from .pace import Pace
 from .queue import Job, RequestQueue
 from .running import Running
-from .schedule import Want, groups, passes, schedule
-from .slot import Slot, SlotCounts
+from .schedule import Want, gives_way, groups, passes, schedule
+from .slot import Slot, SlotCounts, private_salt
 
 if TYPE_CHECKING:
     from ..runtime.task import Pending
@@ -118,14 +120,15 @@ class Scheduler:
         self._clock = clock
         self._jobs: dict[str, Job] = {}
         self._begun: dict[str, Answer] = {}  # that were put aside
-        self._aside: list[Job] = []  # of these, whose readers have enough for now
+        self._aside: list[Job] = []  # of these, whose readers have enough for now; the others are in the queue
         self._calls: deque[tuple[bool, Callable[[], None]]] = deque()  # each with: it changes nothing
         self._dealt: list[Running] = []  # to whose texts the pool was dealt
         self._door = threading.Lock()  # what came in before `_stopping` is told how it ended
         self._stopping = False
         self._ending = False  # answers that run end too
         self._running: list[Running] = []
-        self.stalls = 0  # answers that were put aside for their readers
+        self.stalls = 0  # answers that were put aside, for their readers or for requests that waited
+        self._swap_s = 0.0  # what it took to swap the text of one of them out and in again
         self.gaps: deque[float] = deque(maxlen=GAPS)  # seconds between two tokens of an answer
         self._steps = Pace(limits.itl_target)
         self._owed: tuple[float, int] | None = None  # since a step of a prompt: when, and steps of the others
@@ -320,22 +323,46 @@ class Scheduler:
     def _give_way_to_others(self) -> None:
         """Put back what is read behind a preview: somebody waits. It goes on later from where it is."""
         for one in [one for one in self._running if one.job.behind]:
-            self._leave(one)
-            self.behind.put_back(one.job)
+            try:
+                self._leave(one)
+            except Exception as err:
+                self._finish(one, *self._failure(one, err))
+            else:
+                self.behind.put_back(one.job)
 
     def _admit(self) -> None:
-        """Give free slots to the requests that wait."""
-        while not self._stopping and any(slot.request is None for slot in self.slots):
-            job = self.waiting.take(self._may_begin)
+        """Give free slots to the requests that wait, and those of answers whose turn is over."""
+        while len(self.waiting) and not self._stopping:
+            leaves = None
+            if all(slot.request is not None for slot in self.slots):
+                at = gives_way([one.turn for one in self._running])
+                if at is None:
+                    return
+                leaves = self._running[at]
+            job = self.waiting.take(partial(self._may_begin, leaves=leaves))
             if job is None:
                 return
+            if leaves is not None:
+                self._give_up_slot(leaves)
             self._start(job)
 
-    def _may_begin(self, job: Job) -> bool:
+    def _give_up_slot(self, one: Running) -> None:
+        """Swap an answer out whose turn is over; its job waits for another one."""
+        try:
+            one.answer.put_aside()
+        except Exception as err:
+            self._finish(one, *self._failure(one, err))
+        else:
+            self._put_aside(one, self.waiting.put_last)
+
+    def _may_begin(self, job: Job, leaves: Running | None = None) -> bool:
         """Return whether a request begins now: nobody's prompt is being read, or it passes that, and is another text.
 
-        A prompt that begins like one that is being read waits for that, and goes on from its text.
+        A prompt that begins like one that is being read waits for that, and goes on from its text. leaves: the answer
+        that would leave its slot to the request, unless that has a lower priority.
         """
+        if leaves is not None and job.request.priority < leaves.job.request.priority:
+            return False
         readers = [one for one in self._running if one.reads]
         if not readers:
             return True
@@ -361,7 +388,6 @@ class Scheduler:
             logger.error("request %s could not begin", job.request.id, exc_info=err)
             for slot in self.slots:
                 slot.request = None if slot.request is job.request else slot.request
-            self._begun.pop(job.request.id, None)
             if not job.behind:
                 self._refuse(job, *_unexpected(err))
             return False
@@ -401,9 +427,10 @@ class Scheduler:
         if answer is None:
             answer = Answer(job, self._clock)
             answer.gaps, answer.name = self.gaps, self.conversations.unused(job.behind)
+            answer.swap_s = self._swap_s
         self._steps.begin()
         beside = [one.slot for one in self._running if not one.reads]
-        running = Running(job, answer, slot, now)
+        running = Running(job, answer, slot, now - answer.turns_s)
         self._running.append(running)
         if not self._deal(running):
             return
@@ -414,6 +441,9 @@ class Scheduler:
         except Exception as err:
             self._finish(running, *self._failure(running, err))
             return
+        if job.begun:
+            answer.swap_s += self._clock() - now
+            self._swap_s = answer.swap_s
         self._advance(running)
         if not running.reads:  # its prompt is read in the next step
             for older in self._running[:-1]:
@@ -466,6 +496,8 @@ class Scheduler:
         done, now = one.answer.read_yet[0], self._clock()
         rows = done - (one.done if done >= one.done else 0)  # or it is read again
         one.done = done
+        if one.job.begun:  # its text was lost
+            one.answer.swap_s += now - began
         if rows and others:
             self._steps.read(rows, now - began)
             self._owed = now, 0
@@ -512,7 +544,7 @@ class Scheduler:
         if answer.end is not None:
             self._finish(one, answer.end.reason, answer.end)
         elif answer.waits:
-            self._put_aside(one)
+            self._put_aside(one, self._aside.append)
         elif self.shared is not None and one.pending is None and answer.generated == 1:
             one.slot.offer(self.shared, answer.usage, least=LONG_PROMPT)
 
@@ -568,19 +600,20 @@ class Scheduler:
         self._forget_text(one.slot)
         return _unexpected(err)
 
-    def _put_aside(self, one: Running) -> None:
-        """Swap a conversation out like any other; its job waits for its reader."""
-        job = one.job
-        self._begun[job.request.id], job.begun = one.answer, True
-        self._aside.append(job)  # first: a server that drains looks on
+    def _put_aside(self, one: Running, wait: Callable[[Job], None]) -> None:
+        """Swap the text of an answer out that has left it. wait: puts its job where it waits."""
+        job, answer, now = one.job, one.answer, self._clock()
+        self._begun[job.request.id], job.begun = answer, True
+        answer.turns_s = now - one.began
+        wait(job)  # first: a server that drains looks on
         self._leave(one)
         self.stalls += 1
         try:
-            one.slot.interrupt()
-            one.slot.swap_out()
+            one.slot.put_aside(job.request)
         except Exception:
             logger.exception("the text could not be put aside")
             self._forget_text(one.slot)
+        answer.swap_s = self._clock() - now
 
     def _bring_back(self) -> None:
         """Queue the jobs again whose readers take more, whose texts have been fetched, and that are to end."""
@@ -604,8 +637,7 @@ class Scheduler:
             raise ShuttingDown("the server is shutting down: ask again later")
         now = self._clock()
         if job.late(now):
-            limit = job.request.timeout_s
-            raise DeadlinePassed(f"the answer took longer than {limit:g} s: ask for fewer tokens, or raise --timeout")
+            raise DeadlinePassed(_too_late(job))
         if now - self._swept > SWEEP_S:
             self._sweep()
 
@@ -614,15 +646,19 @@ class Scheduler:
         now = self._swept = self._clock()
         self._bring_back()
 
-        # a job that has had a turn ends at its next one
-        for job in self.waiting.remove_if(lambda job: not job.begun and (job.cancelled or job.late(now, queued=True))):
-            why = f"waited {now - job.submitted:.0f} s for its turn: try again later"
-            ended = _failed(CANCELLED, "the client has left") if job.cancelled else _failed(QUEUE_DEADLINE, why)
+        for job in self.waiting.remove_if(lambda job: job.cancelled or job.late(now, queued=not job.begun)):
+            if job.cancelled:
+                ended = _failed(CANCELLED, "the client has left")
+            elif job.begun:
+                ended = _failed(DEADLINE, _too_late(job))
+            else:
+                ended = _failed(QUEUE_DEADLINE, f"waited {now - job.submitted:.0f} s for its turn: try again later")
             self._refuse(job, *ended)
 
     def _refuse(self, job: Job, code: str, failed: Failed) -> None:
-        """End a job that has had no turn."""
-        usage = Usage(queue_s=self._clock() - job.submitted)
+        """End a job that has no slot."""
+        answer = self._begun.pop(job.request.id, None)
+        usage = Usage(queue_s=self._clock() - job.submitted) if answer is None else answer.usage
         self.totals.add(usage, code)
         self._ended(job.request, usage, code)
         self._tell(job, failed)
@@ -635,12 +671,22 @@ class Scheduler:
     def _tell(self, job: Job, event: Event) -> None:
         """Send the last event of a request."""
         self._jobs.pop(job.request.id, None)
+        if job.begun:  # it may have left a text that nobody else may go on from
+            salt = private_salt(job.request)
+            with logged("a private text could not be forgotten"):
+                for one in [one for one in self.swapped if one.salt == salt]:
+                    self.swapped.erase(one)
         with logged("request %s: its reader is gone", job.request.id):
             job.sink(event)
 
 
 def _unexpected(err: Exception) -> tuple[str, Failed]:
     return _failed(INTERNAL, f"the server failed at this request ({type(err).__name__}): its log says why")
+
+
+def _too_late(job: Job) -> str:
+    limit = job.request.timeout_s
+    return f"the answer took longer than {limit:g} s: ask for fewer tokens, or raise --timeout"
 
 
 def _failed(code: str, message: str) -> tuple[str, Failed]:

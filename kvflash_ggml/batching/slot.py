@@ -13,7 +13,7 @@ from ..constants import CHUNK
 from ..errors import HostMemoryError, KVFlashError, NotFinite
 from ..sequence.prefill import QUESTION_TOKENS
 from ..store.swapped import Conversation, SharedStore, SwappedText, SwapStore
-from .messages import Request, Usage
+from .messages import Access, Request, Usage
 from .model import ServedText
 
 logger = logging.getLogger("kvflash_ggml")
@@ -148,11 +148,15 @@ class Slot:
     def _take_again(self, request: Request, drawn: Sequence[int]) -> Conversation:
         """Bring the text back whose answer was interrupted after the tokens `drawn`. One that was lost is prefilled."""
         whole = replace(request, tokens=np.concatenate([request.tokens, np.asarray(drawn, np.int32)]))
-        own, length = self._store.find(whole.tokens, salt=request.salt, name=request.conversation)
+        salt = request.salt if request.reuse else private_salt(request)
+        own, length = self._store.find(whole.tokens, salt=salt, name=request.conversation)
         again = None
         if own is not None and length == len(whole.tokens) - 1:  # not the text at hand, however like it is
             again = self._resume(own, length, whole)
-        again = again or self.take(whole)
+        if again is None:
+            again = self.take(whole)
+        else:
+            again.salt, self._private = request.salt, not request.reuse
         again.prompt = len(request.tokens)
         return again
 
@@ -226,6 +230,13 @@ class Slot:
         """Swap the text at hand out."""
         self._swap_out()
         self.clear()
+
+    def put_aside(self, request: Request) -> None:
+        """Swap out the text of a request whose answer goes on later. Nobody else continues it if it is private."""
+        self.interrupt()
+        if self._private and self.conversation is not None:
+            self.conversation.salt, self._private = private_salt(request), False
+        self.swap_out()
 
     def interrupt(self) -> None:
         """Take what there is of an answer, or of its prompt, for a prompt: another answer to that leaves it alone."""
@@ -307,6 +318,11 @@ class Slot:
             if swapped is not None and swapped is not kept:
                 swapped.release()
         return True
+
+
+def private_salt(request: Request) -> str:
+    """Return the salt of a swapped-out text that no request but this one may continue."""
+    return Access.of(request.id).owner
 
 
 def _goes_on(shared: int, prompt: int, length: int) -> bool:

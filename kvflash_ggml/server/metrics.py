@@ -103,7 +103,7 @@ class Metrics:
             "prefix_cache_queries": ("Tokens of prompts that were looked for.", totals.prompt_tokens),
             "prefix_cache_hits": ("Tokens of prompts that were not read again.", totals.cached_tokens),
             "prefix_missed": ("Prompts that differ from a kept text before their last message.", totals.missed),
-            "num_preemptions": ("Answers that were swapped out for slow readers.", scheduler.stalls),
+            "num_preemptions": ("Answers that were swapped out for slow readers or others.", scheduler.stalls),
             "spec_decode_num_draft_tokens": ("Tokens of drafts that were verified.", model["drafted_total"]),
             "spec_decode_num_accepted_tokens": ("Tokens of drafts that were accepted.", model["accepted_total"]),
             "page_ins": ("Chunks that came back from the host.", model["page_ins"]),

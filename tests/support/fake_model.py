@@ -283,7 +283,7 @@ class FakeTask:
         known = model.usable(tokens)
         model._cut(known)
         total = len(tokens) - known
-        short = model.several and total <= model.short
+        short = model.several and total <= model.short and not self.drawn
         self.reads = not short
         yield None
         drawable = short and total != model.twice and total <= (model.limit or total)

@@ -35,13 +35,6 @@ def test_prompts_that_share_a_step_do_not_wait_for_one_of_several_steps() -> Non
     assert schedule([reads(9000, 512), SHARES, SHARES], rows=ROWS, owed=False) == [1, 2]
 
 
-def test_a_text_that_is_read_again_comes_before_all_others() -> None:
-    """Before a step of several: with what has spoiled that, the next one fails too."""
-    again = Want(reads=True, again=True, left=900)
-    for owed in (False, True):
-        assert schedule([DECODES, reads(900, 100), again, SHARES, again], rows=ROWS, owed=owed) == [2]
-
-
 def test_the_older_prompt_is_read_first() -> None:
     assert schedule([reads(900), reads(800)], rows=ROWS, owed=False) == [0]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_model import STEP, FakeModel
+from support.fake_model import STEP, FakeModel, FakeTask
 from support.served import answer, ask
 
 from kvflash_ggml.batching.messages import Access, Failed, Finished, Preview, Started
@@ -157,6 +157,26 @@ def test_who_waits_comes_first_and_no_step_is_lost(make: Make) -> None:
     assert [type(one.wait()) for one in others] == [Finished, Finished]
     assert model.read_tokens == STEP + LENGTH + 2 * STEP
     assert end.usage.preview is not None
+
+
+def test_a_reading_that_cannot_be_left_ends_nobody_else(make: Make) -> None:
+    """What it holds cannot be written when another request comes. The engine goes on."""
+
+    class Stuck(FakeTask):
+        def steps(self) -> Any:
+            try:
+                yield from super().steps()
+            except GeneratorExit:
+                if not self.request.max_tokens:  # it is read behind a preview
+                    raise HostMemoryError("full") from None
+                raise
+
+    scheduler, others = make(Counted(task=Stuck)), list[Any]()
+    model_of(scheduler).at[13] = lambda: others.append(ask(scheduler, text(STEP, 1)))
+    preview(scheduler, text())
+    until(lambda: len(others) == 1)
+    assert isinstance(others[0].wait(), Finished)
+    assert answer(scheduler, text(STEP, 2)).usage.generated > 0
 
 
 def test_calls_and_shutdown_do_not_wait_for_it(make: Make) -> None:

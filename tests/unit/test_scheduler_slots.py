@@ -164,6 +164,7 @@ class ReadsAgain(FakeTask):
             yield from super().waits(step)
         except SnapshotError:
             self.reads = True
+            yield None
             yield from super().waits(FakeStep(self.model, True, reads=True))
             self.progress(1, 2)
             yield None
@@ -208,6 +209,23 @@ def test_a_prompt_that_is_read_again_keeps_its_pace(make: Make) -> None:
     model.on_step = step
     scheduler.start()
     assert ends(asked) == [spelled(bytes(text(500)))[:5].decode(), spelled(bytes(text(10, 1)))[:300].decode()]
+
+
+def test_others_go_on_while_a_text_is_read_again(make: Make) -> None:
+    """It was lost within its answer, and takes turns like a prompt."""
+    model, order = FakeModel(parallel=2, reply=spelled, task=ReadsAgain), list[int]()
+    scheduler = make(model, begin=False)
+
+    def step() -> None:
+        order.append(0)
+        if model.steps == 20:
+            model.steps += 1
+            order.clear()
+            raise SnapshotError("a page is damaged")
+
+    model.on_step, model.beside[0].on_step = step, lambda: order.append(1)  # type: ignore[assignment]
+    assert ends(started(scheduler, 2, 100)) == expected(2, 100)
+    assert order[:4] == [1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("most", [1, 40])
@@ -489,14 +507,17 @@ arrivals = st.tuples(
 
 @given(
     st.lists(arrivals, min_size=1, max_size=12), st.sets(st.integers(0, 200), max_size=4),
-    st.sets(st.integers(0, 200), max_size=2),
+    st.sets(st.integers(0, 200), max_size=2), st.sampled_from([0.0, 0.3, 3.0]),
 )  # fmt: skip
 def test_whatever_comes_when_each_gets_its_own_answer(
-    coming: list[tuple[int, int, int, int]], damaged: set[int], cancelled: set[int]
+    coming: list[tuple[int, int, int, int]], damaged: set[int], cancelled: set[int], tick: float
 ) -> None:
-    """Requests come at steps of the others, pages are found damaged in steps, and clients leave."""
+    """Requests come at steps of the others, pages are found damaged in steps, and clients leave. A step takes `tick`
+    seconds: turns are over after a few of them.
+    """
     model = FakeModel(parallel=SLOTS, reply=spelled, short=SHORT, twice=10, task=ReadsAgain)
-    scheduler, steps = Scheduler(model), count()
+    ticks, steps = count(), count()
+    scheduler = Scheduler(model, clock=lambda: 1 + tick * next(ticks) / SLOTS)
     later, asked = sorted(coming), list[Asked]()
 
     def submit() -> None:
