@@ -43,6 +43,10 @@ class UnsupportedModelError(KVFlashError, ValueError):
     """The model's architecture or memory type cannot run in a pool."""
 
 
+class EncoderError(UnsupportedModelError):
+    """The model embeds texts and writes none, so there is no cache to bound."""
+
+
 class PoolExhausted(KVFlashError, RuntimeError):
     """Every block of the pool is protected, so nothing can be evicted."""
 

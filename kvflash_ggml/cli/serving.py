@@ -13,11 +13,11 @@ import click
 
 from .. import notation
 from ..batching.messages import Sampling
-from ..errors import UnsupportedModelError
+from ..errors import EncoderError, UnsupportedModelError
 from ..server.settings import ServerSettings
 from ..settings import in_section
 from .hub import HubModel, hub_model
-from .model import in_words, keywords, log_requests, open_model
+from .model import in_words, keywords, load_model, log_requests, open_model
 from .options import LogOptions, OpeningOptions, read_parallel
 from .prompt import read_text
 from .report import dry_run as say_what_goes_where
@@ -178,6 +178,9 @@ class Serving:
     template: str | None
 
 
+ENCODES = "an encoder: it embeds texts and writes none, so there is no pool and no conversation"
+"""What a user is told of a model that embeds only."""
+
 Ready = Callable[[Any, str], None]
 """Called with the `Llama` and the server's address once it takes requests."""
 
@@ -203,14 +206,15 @@ def serve_model(
 
     with _open(job, path) as llm:
         if not log.quiet and not log.verbose:
-            note(llm.kvflash.banner())
-        if (cache := job.opening.pool.prefix_cache()) is not None:
+            note(ENCODES if llm.kvflash is None else llm.kvflash.banner())
+        if llm.kvflash is not None and (cache := job.opening.pool.prefix_cache()) is not None:
             llm.set_cache(replace(cache, memory_bytes=0))  # in memory there are the parked ones
         embedder, server = None, job.server
-        if server.embedding():
+        if server.embedding() or llm.kvflash is None:
             from ..llama.serving import embedder_of
 
-            embedder = embedder_of(llm, pooling="rank" if server.reranking else server.pooling)
+            pooling = "rank" if server.reranking else server.pooling
+            embedder = embedder_of(llm, pooling=pooling, most_tokens=server.embedding_tokens)
             if not log.quiet:
                 what = "reranking" if server.reranking else f"embeddings, pooling {embedder.pooling}"
                 note(f"{what}: texts of up to {embedder.most:,} tokens, a context of {size_text(embedder.bytes)}")
@@ -226,11 +230,17 @@ def serve_model(
 
 @contextmanager
 def _open(job: Serving, path: str) -> Iterator[Any]:
-    """Open the model. One that cannot decode several answers together is opened for one at a time, with a note."""
+    """Open the model, an encoder without a pool. One that cannot decode several answers together is opened for one at
+    a time, with a note.
+    """
     server, served = job.server, job.server.pool()
     with ExitStack() as stack:
         try:
             llm = stack.enter_context(open_model(path, job.opening, job.log, **served))
+        except EncoderError:
+            opening = job.opening
+            loading, devices = opening.loading, opening.devices
+            llm = stack.enter_context(load_model(path, loading=loading, devices=devices, verbose=job.log.verbose))
         except UnsupportedModelError as err:
             if server.parallel in (1, "auto"):
                 raise
@@ -250,8 +260,13 @@ def dry_run(job: Serving, path: str) -> int:
     server, settings = job.server, job.settings
     placed = keywords(path, job.opening, quiet=job.log.quiet)
     placed["kvflash"] = replace(placed["kvflash"], **server.pool())
-    if code := say_what_goes_where(path, placed, as_json=False):
-        return code
+    try:
+        if code := say_what_goes_where(path, placed, as_json=False):
+            return code
+    except EncoderError:
+        click.echo(ENCODES)
+        click.echo(f"served: {settings.alias} at {settings.host}, port {settings.port}")
+        return 0
     most = MOST_SEQUENCES if server.parallel == "auto" else server.parallel
     together = f", up to {most} answers at once; the state above is of one, if the model has any" if most > 1 else ""
     click.echo(f"served: {settings.alias} at {settings.host}, port {settings.port}{together}")

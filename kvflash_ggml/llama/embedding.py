@@ -63,6 +63,7 @@ class Embedder:
         if pooling == "rank":
             _check_ranks(Path(llm.model_path))
         self.most = min(most_tokens, llama_cpp.llama_model_n_ctx_train(llm.model))
+        self._remedy = "" if self.most < most_tokens else ", or start the server with a larger --embedding-tokens"
         self._llm = llm
         self._context = self._open(pooling)
         kind = llama_cpp.llama_pooling_type(self._context)
@@ -93,8 +94,8 @@ class Embedder:
         """Evaluate a text and return its embedding. ContextFull if it is too long, DecodeError if it fails."""
         if not 0 < len(tokens) <= self.most:
             raise ContextFull(
-                f"a text of {len(tokens)} tokens, and {self.most} is the most that is embedded at once: shorten it, or "
-                f"start the server with a larger --embedding-tokens"
+                f"a text of {len(tokens)} tokens, and {self.most} is the most that is embedded at once: "
+                f"shorten it{self._remedy}"
             )
         memory = llama_cpp.llama_get_memory(self._context)
         if memory:

@@ -39,14 +39,15 @@ def image_reader_of(llm: Llama) -> ImageReader | None:
     return ImageReader(llm, llm._at_hand, llm._call_lock.lock)
 
 
-def embedder_of(llm: Llama, *, pooling: Pooling | None = None) -> Embedder:
+def embedder_of(llm: Llama, *, pooling: Pooling | None = None, most_tokens: int = 0) -> Embedder:
     """Return what embeds texts beside a pool, which the Llama owns and closes. ConfigError unless it was opened for it.
 
-    pooling: see `Embedder`.
+    pooling: see `Embedder`. most_tokens: of a text, for an encoder, which has no pool.
     """
     from .embedding import Embedder
 
     config = llm._opening.config
-    if config is None or not config.embedding:
+    most_tokens = most_tokens if config is None else config.embedding
+    if not most_tokens:
         raise ConfigError("embeddings need a context of their own: open the model with KVFlashConfig(embedding=N)")
-    return Embedder(llm, config.embedding, pooling=pooling)
+    return Embedder(llm, most_tokens, pooling=pooling)

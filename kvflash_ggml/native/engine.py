@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..arrays import Buffer, Floats, Int32s, room_for
 from ..constants import CHUNK
-from ..errors import CLOSED, ConfigError, EngineError, KVFlashError, UnsupportedModelError
+from ..errors import CLOSED, ConfigError, EncoderError, EngineError, KVFlashError, UnsupportedModelError
 from ..media.rows import Part, are_mutual
 from . import contexts
 from ._kvf import ffi, lib
@@ -41,13 +41,14 @@ def probe(model: int, *, type_k: int, type_v: int, offload: bool, arch: str) -> 
     """Return the bytes of one slot on each device, in the model's order, and on the host.
 
     model: address of the llama_model. type_k, type_v: ggml type numbers. UnsupportedModelError if the model cannot run
-    in a pool, ConfigError if its cache cannot have these types.
+    in a pool, EncoderError for an encoder, ConfigError if its cache cannot have these types.
     """
     sizes: Any = ffi.new("int64_t[]", lib.kvf_model_n_devices(ffi.cast("void *", model)))
     try:
         check(lib.kvf_probe(ffi.cast("void *", model), type_k, type_v, offload, sizes, len(sizes)))
     except UnsupportedModelError as err:
-        raise UnsupportedModelError(f"architecture {arch!r} cannot run in a pool: {err}. Use kvflash=None.") from None
+        kind = EncoderError if str(err).startswith("it is an encoder") else UnsupportedModelError
+        raise kind(f"architecture {arch!r} cannot run in a pool: {err}. Use kvflash=None.") from None
     except EngineError as err:
         raise ConfigError(str(err)) from None
     return tuple(sizes)

@@ -30,13 +30,16 @@ std::string model_refusal(const llama_model & model) {
         return "it is purely recurrent: its memory does not grow, so there is nothing to page";
     }
     if (model.arch == LLM_ARCH_LLAMA_EMBED) {
-        return "it is an embedding model: it reads nothing from a KV cache";
+        return "it is an encoder: it reads nothing from a KV cache";
     }
     if (model.arch == LLM_ARCH_GROK) {
         return "llama.cpp runs it without flash attention, which a pool needs";
     }
-    if (llm_arch_is_diffusion(model.arch) || !model.hparams.causal_attn) {
-        return "its attention is not causal";
+    if (llm_arch_is_diffusion(model.arch)) {
+        return "it writes by diffusion, and not token by token";
+    }
+    if (!model.hparams.causal_attn) {
+        return "it is an encoder: its attention is not causal";
     }
     return "";
 }

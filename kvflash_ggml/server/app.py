@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ..batching.encoder import EmbeddingModel
 from . import (
     about,
     anthropic,
@@ -49,7 +50,20 @@ NOT_HERE = {
 
 RERANK = ("/v1/rerank", "/v1/reranking", "/rerank", "/reranking")
 
+READS: Mapping[str, Endpoint] = {
+    "/v1/embeddings": embeddings.embeddings,
+    "/embeddings": embeddings.embeddings,
+    "/embedding": embeddings.embeddings,
+    **dict.fromkeys(RERANK, embeddings.rerank),
+    "/api/embed": embeddings.ollama_embed,
+    "/api/embeddings": embeddings.ollama_prompt,
+    "/tokenize": llamacpp.tokenize,
+    "/detokenize": llamacpp.detokenize,
+}
+"""What an encoder answers too."""
+
 ANSWERS: Mapping[str, Endpoint] = {
+    **READS,
     **{f"{front}/chat/completions": chat.chat for front in FRONTS},
     **{f"{front}/chat/completions/input_tokens": chat.input_tokens for front in FRONTS},
     **{f"{front}/messages": anthropic.messages for front in FRONTS},
@@ -60,14 +74,6 @@ ANSWERS: Mapping[str, Endpoint] = {
     "/api/chat": ollama.chat,
     "/api/generate": ollama.generate,
     "/v1/completions": completions.completions,
-    "/v1/embeddings": embeddings.embeddings,
-    "/embeddings": embeddings.embeddings,
-    "/embedding": embeddings.embeddings,
-    **dict.fromkeys(RERANK, embeddings.rerank),
-    "/api/embed": embeddings.ollama_embed,
-    "/api/embeddings": embeddings.ollama_prompt,
-    "/tokenize": llamacpp.tokenize,
-    "/detokenize": llamacpp.detokenize,
     "/apply-template": llamacpp.apply_template,
     "/completion": llamacpp.completion,
     "/completions": llamacpp.completion,
@@ -135,8 +141,11 @@ def make_app(front: Front, metrics: Metrics) -> Starlette:
 
         return route("POST", path, call)
 
-    refused = (refusing(path, instead) for path, instead in NOT_HERE.items())
-    app = guarded([*(route(*one) for one in ROUTES), *refused], front.settings)
+    refused = dict(NOT_HERE)
+    if isinstance(front.scheduler.model, EmbeddingModel):
+        refused |= dict.fromkeys(ANSWERS.keys() - READS.keys(), "this model writes no text: ask /v1/embeddings")
+    first = (refusing(path, instead) for path, instead in refused.items())
+    app = guarded([*first, *(route(*one) for one in ROUTES)], front.settings)
     app.state.metrics = metrics
     return app
 

@@ -68,11 +68,12 @@ class Metrics:
             return
         model, totals, slot, swapped = scheduler.counters(), scheduler.totals, scheduler.counts, scheduler.swapped
         blocks = model["pool"] // 64
+        used = model["resident"] / blocks if blocks else 0.0
         gauges = {
             "num_requests_running": ("Answers that are being made.", len(scheduler.running)),
             "num_requests_waiting": ("Requests in the queue.", len(scheduler.waiting)),
             "num_requests_put_aside": ("Answers swapped out until their readers catch up.", scheduler.put_aside),
-            "kv_cache_usage_perc": ("Share of the pool's blocks that the texts have.", model["resident"] / blocks),
+            "kv_cache_usage_perc": ("Share of the pool's blocks that the texts have.", used),
             "pool_blocks": ("Blocks of the pool.", blocks),
             "device_bytes": ("The pool on the device.", model["device_bytes"]),
             "host_bytes": ("Page images in host memory.", model["host_bytes"]),

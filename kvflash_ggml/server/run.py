@@ -13,14 +13,16 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Generator
+from dataclasses import replace
 from email.utils import formatdate
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from .. import system
+from ..batching.encoder import EmbeddingModel
 from ..batching.model import ServedText
 from ..batching.scheduler import Limits, Scheduler
 from ..errors import ConfigError
@@ -143,11 +145,14 @@ def start(
     embedder: Embedder | None = None,
     until: BinaryIO | None = None,
 ) -> None:
-    """Serve a model with a pool until a signal ends it; the model is closed then. See `serve`."""
+    """Serve a model with a pool, or an encoder without one, until a signal ends it; it is closed then. See `serve`."""
     from ..batching.llama import LlamaModel
 
-    prompts = LlamaPrompts(llm, template)
-    serve(LlamaModel(llm), prompts, settings, sock, found=found, ready=ready, embedder=embedder, until=until)
+    prompts, model = LlamaPrompts(llm, template), None
+    if llm.kvflash is None and embedder is not None:
+        model = cast("ServedText", EmbeddingModel(llm, embedder.most))
+        settings = replace(settings, session_dir=None, store=None)  # there are no conversations
+    serve(model or LlamaModel(llm), prompts, settings, sock, found=found, ready=ready, embedder=embedder, until=until)
 
 
 def listen(settings: ServerSettings) -> socket.socket:

@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.checkpoints import rewritten
 from support.harness import TEXT, write_reranker
 from support.rounding import ON_GPU
 from support.serving import serve
 
 from kvflash_ggml.config import KVFlashConfig
-from kvflash_ggml.errors import ConfigError, ContextFull
+from kvflash_ggml.errors import ConfigError, ContextFull, EncoderError
+from kvflash_ggml.gguf.reader import Field
 
 POOL = KVFlashConfig(pool=512, embedding=512)
 
@@ -128,6 +130,37 @@ def test_a_server_of_both(models: dict[str, Path]) -> None:
         assert server.post("/v1/completions", {"prompt": "Hello", "max_tokens": 4})[0] == 200
         assert server.post("/v1/embeddings", {"input": WORDS[:4000]})[0] == 400
         assert server.post("/v1/rerank", {"query": "q", "documents": ["d"]})[0] == 501
+        assert server.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def encoder(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in which each token sees all others."""
+    path = tmp_path_factory.mktemp("models") / "encoder.gguf"
+
+    def change(fields: dict[str, Field]) -> None:
+        name = f"{fields['general.architecture'].value}.attention.causal"
+        fields[name] = Field.of(name, False)
+
+    return rewritten(models["dense"], path, change)
+
+
+def test_a_server_of_an_encoder(encoder: Path, llama: Callable[..., Any]) -> None:
+    """It has no pool, which it says, and embeds as upstream does. It needs no option."""
+    stock = llama(encoder, n_ctx=256, n_batch=256, n_ubatch=256, embedding=True, pooling_type=1)
+    with pytest.raises(EncoderError, match="it is an encoder: its attention is not causal"):
+        llama(encoder, n_ctx=512, kvflash=256)
+    with serve(encoder, "--embedding-tokens", "256") as server:
+        texts = ["Hello", WORDS[:500]]
+        status, reply = server.post("/v1/embeddings", {"input": texts})
+        assert status == 200
+        for text, entry in zip(texts, reply["data"], strict=True):
+            wanted = np.array(stock.embed(text, normalize=True))
+            assert np.array(entry["embedding"]) @ wanted == pytest.approx(1, abs=1e-3)
+        status, reply = server.post("/v1/completions", {"prompt": "Hello", "max_tokens": 4})
+        assert (status, "ask /v1/embeddings" in reply["error"]["message"]) == (501, True)
+        for path in ("/metrics", "/props", "/slots", "/kvflash/state", "/v1/models", "/health"):
+            assert server.ask(path).status == 200
         assert server.stop() == 0
 
 

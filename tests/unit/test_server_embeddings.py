@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from support.fake_embedder import FakeEmbedder
 from support.fake_model import FakeModel
 from support.fake_server import Server
 
-from kvflash_ggml.server.app import RERANK
+from kvflash_ggml.batching.encoder import EmbeddingModel
+from kvflash_ggml.server.app import ANSWERS, READS, RERANK
 
 EMBED = "/v1/embeddings"
 
@@ -196,3 +198,29 @@ def test_who_leaves_is_not_computed_for() -> None:
 
     Server(FakeModel(), embedder=embedder).run(leave)
     assert len(embedder.seen) < 2000
+
+
+def test_an_encoder_embeds_and_writes_nothing() -> None:
+    """All that asks for text gets 501, and all that tells of the server works."""
+    model = EmbeddingModel(Mock(), 16)
+
+    async def ask(client: Client) -> dict[str, int]:
+        return {
+            path: (await client.post(path, {"input": "ab", "content": "ab", "tokens": [1]})).status for path in ANSWERS
+        }
+
+    found = Server(model=model, embedder=FakeEmbedder()).run(ask)
+    assert {path for path, status in found.items() if status == 501} == ANSWERS.keys() - READS.keys()
+    assert found["/v1/embeddings"] == found["/api/embed"] == found["/tokenize"] == 200
+    for path in (
+        "/metrics",
+        "/props",
+        "/slots",
+        "/health",
+        "/kvflash/state",
+        "/v1/models",
+        "/api/tags",
+        "/api/ps",
+        "/",
+    ):
+        assert Server(model=model, embedder=FakeEmbedder()).get(path).status == 200
