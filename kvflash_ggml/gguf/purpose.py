@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, ConversionError, brief
 from . import heads, reader
-from .reader import FLOAT, GGUF, TEXT, Field
+from .reader import FLOAT, GGUF, TEXT, Field, Tensor
 from .target import TRAINED_FOR
 
 _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
@@ -230,6 +230,9 @@ def _wrong_types(file: GGUF) -> Wrong:
             yield f"the type of {tensor.name}", kind, "f32, or another type of weights"
         if kind != "f32" and tensor.name.endswith(_F32):
             yield f"the type of {tensor.name}", kind, "f32"
+        bias = f"{tensor.name.removesuffix('weight')}bias"
+        if bias in file.tensors and _scaled(tensor.name, file.tensors):
+            yield f"the type of {tensor.name}", "nvfp4 with a scale", f"another type beside {bias}"
 
 
 def _limits(file: GGUF) -> dict[str, tuple[int, int]]:
@@ -289,29 +292,44 @@ def check_adapter(path: Path, model: Path) -> None:
     """
     try:
         file = reader.read(path)
-        shapes = {tensor.name: tensor.shape for tensor in reader.all_tensors(reader.read(model))}
+        weights = {tensor.name: tensor for tensor in reader.all_tensors(reader.read(model))}
     except (ConversionError, OSError):
         return
-    for key, value, wanted in _wrong_adapter(file, shapes):
+    for key, value, wanted in _wrong_adapter(file, weights):
         raise ConversionError(file.name, key, found=value, wanted=wanted, remedy=_REMEDY)
 
 
-def _wrong_adapter(file: GGUF, shapes: Mapping[str, tuple[int, ...]]) -> Wrong:
-    """Fields of another type than llama.cpp asserts, and pairs of tensors that cannot be multiplied."""
+def _wrong_adapter(file: GGUF, weights: Mapping[str, Tensor]) -> Wrong:
+    """Fields of another type than llama.cpp asserts, an alpha that spoils the weights, and pairs of tensors that cannot
+    be multiplied, or added.
+    """
     for key, kind, wanted in _ADAPTER:
         if (field := file.fields.get(key)) is not None and field.kind != kind:
             yield key, field.value, wanted
+    alpha = file.get("adapter.lora.alpha")
+    if isinstance(alpha, float) and not 0 < alpha < math.inf:  # llama.cpp takes 0 for the rank
+        yield "adapter.lora.alpha", alpha, "a finite number above 0"
     for name, one in file.tensors.items():
         base, other = name.removesuffix(".lora_a"), file.tensors.get(f"{name[:-1]}b")
-        if base == name or other is None or base not in shapes:
+        if base == name or other is None or base not in weights:
             continue
+        if _scaled(base, weights):
+            yield base, "nvfp4 with a scale", "weights of another type: llama.cpp adds no adapter to these"
         for tensor in (one, other):
             if tensor.kind.name in _INTEGERS:
                 yield f"the type of {tensor.name}", tensor.kind.name, "f32, or another type of weights"
-            if _planes(tensor.shape) != _planes(shapes[base]):
-                yield f"the shape of {tensor.name}", list(tensor.shape), f"as many planes as {list(shapes[base])} has"
+            shape = weights[base].shape
+            if _planes(tensor.shape) != _planes(shape):
+                yield f"the shape of {tensor.name}", list(tensor.shape), f"as many planes as {list(shape)} has"
         if base.endswith("token_embd.weight") and one.shape[0] != other.shape[0]:
             yield f"the shape of {other.name}", list(other.shape), f"rows of {one.shape[0]}, as {name} has"
+
+
+def _scaled(name: str, weights: Mapping[str, Tensor]) -> bool:
+    """Return whether a matrix of a feed-forward net is NVFP4 with a scale, which is applied behind the product."""
+    stem = name.removesuffix(".weight")
+    feeds = stem.endswith((".ffn_up", ".ffn_gate", ".ffn_down"))
+    return feeds and weights[name].kind.name == "nvfp4" and f"{stem}.scale" in weights
 
 
 def _planes(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -86,13 +87,15 @@ def _explain(result: int, function: Any, arguments: tuple[Any, ...]) -> int:
     return result
 
 
-def check_adapter(path: str | None, model: Path) -> None:
+def check_adapter(path: str | None, scale: float, model: Path) -> None:
     """Raise ConfigError for a LoRA adapter that is no regular file: llama.cpp would wait for who writes a pipe.
 
-    ConversionError for one that would end the process with this model.
+    The same for a scale that is not finite. ConversionError for one that would end the process with this model.
     """
     if path is None:
         return
+    if not math.isfinite(scale):
+        raise ConfigError(f"lora_scale={scale!r}: a finite number, 1.0 for the adapter as it was trained")
     if not Path(path).is_file():
         raise _no_adapter(path)
     purpose.check_adapter(Path(path), model)

@@ -136,7 +136,8 @@ class Llama(llama_cpp.Llama):
         model_path = os.fspath(model_path)
         request = parameters.read(dict(keywords), parameters.defaults)
         request.check_file(Path(model_path))
-        check_adapter(request.upstream.get("lora_path"), Path(model_path))
+        upstream = request.upstream
+        check_adapter(upstream.get("lora_path"), upstream.get("lora_scale", 1.0), Path(model_path))
         self._at_hand.progress = request.progress
         self._opening = Opening(model_path, request, installed=llama_cpp.Llama is Llama)
         try:

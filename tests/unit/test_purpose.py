@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import struct
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -371,6 +373,24 @@ ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "doubles": ({}, {"blk.0.attn_q.weight.lora_b": ((4, 8), "f64")}, "the type of .*attn_q.weight.lora_b is f64"),
     "planes": ({}, {"blk.0.attn_q.weight.lora_a": (8, 4, 2)}, "the shape of .*attn_q.weight.lora_a is"),
     "no planes": ({}, {"blk.0.ffn_up_exps.weight.lora_b": (4, 8)}, "the shape of .*up_exps.weight.lora_b is"),
+    **{
+        f"an alpha of {alpha}": (
+            {"adapter.lora.alpha": alpha},
+            {},
+            f"adapter.lora.alpha is {re.escape(str(alpha))}; wanted: a finite number above 0",
+        )
+        for alpha in (math.nan, math.inf, -math.inf, -8.0, 0.0)
+    },
+    "weights of NVFP4 with a scale": (
+        {},
+        {"blk.0.ffn_up.weight.lora_a": (64, 4), "blk.0.ffn_up.weight.lora_b": (4, 8)},
+        "blk.0.ffn_up.weight is nvfp4 with a scale; wanted: weights of another type",
+    ),
+    "weights of NVFP4 without one": (
+        {},
+        {"blk.0.ffn_gate.weight.lora_a": (64, 4), "blk.0.ffn_gate.weight.lora_b": (4, 8)},
+        "",
+    ),
     "ranks": ({}, {"token_embd.weight.lora_b": (5, 8)}, "the shape of token_embd.weight.lora_b is .*rows of 4"),
 }
 
@@ -398,12 +418,23 @@ def test_adapters_that_end_the_process_are_refused(tmp_path: Path, what: str) ->
     }  # fmt: skip
     whole: dict[str, Any] = {
         "blk.0.attn_q.weight": (8, 8), "token_embd.weight": (8, 16), "blk.0.ffn_up_exps.weight": (8, 8, 3),
-        "output_norm.weight": (8,), "blk.1.attn_q.weight": (8, 8),
+        "output_norm.weight": (8,), "blk.1.attn_q.weight": (8, 8), "blk.0.ffn_up.scale": (1,),
+        "blk.0.ffn_up.weight": ((64, 8), "nvfp4"), "blk.0.ffn_gate.weight": ((64, 8), "nvfp4"),
     }  # fmt: skip
     model = of_zeros(tmp_path / "model.gguf", {"general.architecture": "llama"}, whole)
     adapter = of_zeros(tmp_path / "adapter.gguf", said | fields, {**PAIRS, **tensors})
     with pytest.raises(ConversionError, match=rf"adapter\.gguf: {refused}") if refused else nullcontext():
         purpose.check_adapter(adapter, model)
+
+
+def test_a_bias_beside_weights_of_nvfp4_with_a_scale_is_refused(tmp_path: Path) -> None:
+    """llama.cpp asserts that there is none in a feed-forward net."""
+    tensors: dict[str, Any] = {"blk.0.ffn_up.weight": ((64, 8), "nvfp4"), "blk.0.ffn_up.bias": (8,)}
+    sound = of_zeros(tmp_path / "sound.gguf", {"general.architecture": "llama"}, tensors)
+    purpose.check_head(reader.read(sound))
+    ends = of_zeros(tmp_path / "ends.gguf", {"general.architecture": "llama"}, {**tensors, "blk.0.ffn_up.scale": (1,)})
+    with pytest.raises(ConversionError, match=r"ffn_up.weight is nvfp4 with a scale; wanted: another type beside"):
+        purpose.check_head(reader.read(ends))
 
 
 def test_heads_of_adapters_that_cannot_be_read_are_left_to_llama_cpp(tmp_path: Path) -> None:
