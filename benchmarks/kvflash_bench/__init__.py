@@ -30,6 +30,7 @@ VERBS = (
     verb("loss", plans_texts.Loss, "loss"),
     verb("conversations", plans_texts.Conversations, "conversing"),
     verb("agent", plans_texts.Agent, "agent"),
+    verb("replay", plans_texts.Replay, "replay"),
     verb("server", plans_texts.Server, "servers", "speed"),
     verb("soak", plans_texts.Soak, "servers", "soak"),
     verb("seats", plans_texts.Seats, "seats"),

@@ -295,6 +295,40 @@ class Agent(Talking):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Replay(OfText):
+    """Sessions of coding agents, by several users at once, with as many bytes of KV cache for our server and stock's.
+
+    Each user plays a session, turn by turn, with the times that tools take in between. A row has the requests that were
+    answered, and the time to the first token. Sessions come from files in the schema abench-session-jsonl-v1 of
+    agentic-bench, or are made of real text with the lengths and times of public traces.
+    """
+
+    sessions: tuple[Path, ...] = option(
+        (), "Files of sessions, one JSON object a line.  [default: made]", type=file(exists=True), multiple=True
+    )
+    users: tuple[int, ...] = option("1,2,4,8", "At once, each with a session.", type=Numbers())
+    kv: int = option("2G", "Bytes for the KV cache, of ours with its layer buffers.", type=Bytes())
+    host: int = option("8G", "Bytes of host memory for idle sessions, of either server.", type=Bytes())
+    start: int = option("20K", "Of made sessions: tokens of the first prompt.", type=Number())
+    end: int = option("115K", "Of made sessions: tokens of the last prompt, at most.", type=Number())
+    known: float = option(
+        97.0, "Of made sessions: how much of a later prompt is known, in %.", type=click.FloatRange(1, 99.9)
+    )
+    answer: int = option(64, "Of made sessions: tokens of an answer.", type=COUNT)
+    gaps: float = option(1.0, "Factor of the times that tools take.", type=click.FloatRange(min=0))
+    seconds: float = option(3600.0, "For each number of users: nothing is asked later.")
+    stock: Path | None = option(
+        None,
+        "Folder of upstream's programs: scripts/vendor.py stock builds them.  [default: ours only]",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+    )
+    serve: str = option("", "More options of our server, as one word: '--pool-share strict'.")
+    write: Path | None = option(None, "Write the made sessions to this file.", type=file())
+    plot: Path | None = option(None, "Draw the time to the first token by users (PNG).", type=file())
+    seed: int = option(0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Server(OnePool):
     """How fast is an answer through the server, beside the bare Llama?"""
 

@@ -1,4 +1,7 @@
-"""Recall against residency, and RULER against length. matplotlib is an optional dependency (extra `plot`)."""
+"""Recall against residency, RULER against length, first tokens against users.
+
+matplotlib is an optional dependency (extra `plot`).
+"""
 
 from __future__ import annotations
 
@@ -90,4 +93,26 @@ def ruler(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
     axis.minorticks_off()
     axis.grid(alpha=0.3)
     figure.legend(loc="outside right center")
+    figure.savefig(path, dpi=120)
+
+
+def replay(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
+    """Time to the first token by users, one line per server; figures at the points are requests answered of all."""
+    check()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5, 4.2), layout="constrained")
+    axis = figure.subplots()
+    users = sorted({row["users"] for row in rows})
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        some = [row for row in rows if row["arm"] == arm and row["first p95"] is not None]
+        axis.plot([row["users"] for row in some], [row["first p95"] for row in some], marker="o", label=arm)
+        for row in some:
+            told = f"{row['finished']} of {row['requests']}"
+            axis.annotate(told, (row["users"], row["first p95"]), xytext=(4, 4), textcoords="offset points", fontsize=8)
+    axis.set(xscale="log", yscale="log", xlabel="users at once", ylabel="first token, 95th percentile (s)", title=title)
+    axis.set_xticks(users, [str(count) for count in users])
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    axis.legend()
     figure.savefig(path, dpi=120)

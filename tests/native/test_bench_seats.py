@@ -71,3 +71,20 @@ def test_clients_of_a_server(models: dict[str, Path], loaded: None) -> None:
     assert (row["arm"], row["finished_alone"], row["finished"], row["equal"]) == ("ours", 2, 2, 2)
     assert row["gain"] > 0
     assert row["of_stock"] is None
+
+
+def test_agents_are_replayed(models: dict[str, Path], loaded: None, tmp_path: Path) -> None:
+    file = tmp_path / "sessions.jsonl"
+    shape = ("--kv", "6M", "--users", "1,2", "--gaps", "0", "--answer", "4", "-t", "1")
+    lengths = ("--start", "400", "--end", "600", "--known", "85", "--write", str(file))
+    line = ["replay", str(models["dense"]), *shape]
+    result = CliRunner().invoke(main, [*line, *lengths], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    one, two = json.loads(result.stdout.splitlines()[-1])["rows"]
+    assert (one["users"], one["requests"], one["finished"], one["why"]) == (1, 3, 3, [])
+    assert (two["users"], two["requests"], two["finished"], two["why"]) == (2, 6, 6, [])
+    assert 0.5 < one["read"] < 1.05, "a later turn reads its new tokens"
+    again = CliRunner().invoke(main, [*line, "--sessions", str(file)], catch_exceptions=False)
+    assert again.exit_code == 0, again.output
+    (first, *_), _ = (row["asked"] for row in json.loads(again.stdout.splitlines()[-1])["rows"])
+    assert first["prompt"] == one["asked"][0]["prompt"]
