@@ -92,10 +92,9 @@ ANSWERED: dict[tuple[str, ...], str] = {
     ("--gpt-oss-120b-default", "--vision-gemma-4b-default", "--vision-gemma-12b-default"): _PRESET,
     ("--offline",): "set HF_HUB_OFFLINE=1",
     ("--models-preset",): "the options hold for every model: --models-dir DIR names a folder of them",
-    ("--models-max",): "one model of --models-dir is loaded at a time: leave it out",
     ("--no-models-autoload",): "with --models-dir the model that a request names is loaded: leave it out",
     ("--tags",): "a model has a name only, -a: leave it out",
-    ("--models-dir", "--sleep-idle-seconds"): "it is for a server: kvflash-run serve --models-dir DIR",
+    ("--models-dir", "--models-max", "--sleep-idle-seconds"): "it is for a server: kvflash-run serve --models-dir DIR",
     ("--chat-template",): "the names of templates are llama.cpp's own: put the template into a file, and give "
     "--chat-template-file FILE to serve",
     ("--chat-template-kwargs", "-rea", "--reasoning"): (

@@ -74,9 +74,9 @@ def serve(
         )
     if server.models_dir is not None and server.dry_run:
         raise click.UsageError("--dry-run is of one model, and --models-dir serves several: give the model's file")
-    named = ctx.get_parameter_source("sleep_idle_seconds") is click.core.ParameterSource.COMMANDLINE
-    if server.models_dir is None and named:
-        raise click.UsageError("--sleep-idle-seconds unloads one of several models: add --models-dir, or leave it out")
+    for name, flag in ("sleep_idle_seconds", "--sleep-idle-seconds"), ("models_max", "--models-max"):
+        if server.models_dir is None and ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{flag} is of several models: add --models-dir, or leave it out")
     if pool.kvflash == "off":
         raise click.UsageError(
             "a server needs a pool for its conversations: leave out --kvflash off, or give --kvflash auto"

@@ -102,8 +102,12 @@ class ServerOptions:
     )
     models_dir: Path | None = _server(
         Path, "--models-dir", "--models", metavar="DIR", exists=True,
-        help="Serve every model in DIR, with kvflash-router. The one that a request names is loaded. Conversations are"
-        " kept.",
+        help="Serve every model in DIR, with kvflash-router. The one that a request names is loaded, beside others"
+        " where there is room. Conversations are kept.",
+    )  # fmt: skip
+    models_max: int = _server(
+        int, "--models-max", least=0, default=4, metavar="N",
+        help="With --models-dir: most models loaded at once, as far as they fit; 0: as many as fit.",
     )  # fmt: skip
     sleep_idle_seconds: float = _server(
         float, "--sleep-idle-seconds", "--idle", least=-1, default=300, metavar="S",
@@ -250,6 +254,12 @@ def _open(job: Serving, path: str) -> Iterator[Any]:
         yield llm
 
 
+def placed(job: Serving, path: str) -> dict[str, Any]:
+    """Return the keywords of the `Llama` that `serve_model` makes, as far as they say where it goes."""
+    found = keywords(path, job.opening, quiet=job.log.quiet)
+    return {**found, "kvflash": replace(found["kvflash"], **job.server.pool())}
+
+
 def dry_run(job: Serving, path: str) -> int:
     """Print where a model would go, and where it would be served. Return the exit code: 0, or DOES_NOT_FIT.
 
@@ -258,10 +268,8 @@ def dry_run(job: Serving, path: str) -> int:
     from ..placement.sizing import MOST_SEQUENCES
 
     server, settings = job.server, job.settings
-    placed = keywords(path, job.opening, quiet=job.log.quiet)
-    placed["kvflash"] = replace(placed["kvflash"], **server.pool())
     try:
-        if code := say_what_goes_where(path, placed, as_json=False):
+        if code := say_what_goes_where(path, placed(job, path), as_json=False):
             return code
     except EncoderError:
         click.echo(ENCODES)

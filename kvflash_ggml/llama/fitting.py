@@ -131,12 +131,17 @@ def staged(config: KVFlashConfig | None, n_ctx: int) -> int:
     return min(config.stage or n_ctx, n_ctx) if config.sees_all or config.stage else 0
 
 
-def without_loading(path: str, keywords: dict[str, Any]) -> tuple[Placement, tuple[Device, ...]]:
+def without_loading(
+    path: str, keywords: dict[str, Any], limits: Fit | None = None
+) -> tuple[Placement, tuple[Device, ...]]:
     """Tell where a `Llama` with these keywords would go, and the devices. Raises what making it would, and DoesNotFit.
 
     If `fit` names a device that this machine lacks, only the devices that it names count. The placement is an estimate.
+    limits: the memory to count on, whatever `fit` says of that, and without `fit` too.
     """
     asked = parameters.read(keywords, parameters.defaults)
+    if asked.fit is not None and limits is not None:
+        asked = replace(asked, fit=replace(asked.fit, free=limits.free, margin=limits.margin))
     asked.check_file(Path(path))
     check_full_cache(path, asked)
     endpoints = remote.find_all(asked.rpc, trust=asked.rpc_trust)
@@ -150,7 +155,7 @@ def without_loading(path: str, keywords: dict[str, Any]) -> tuple[Placement, tup
     if asked.config is not None and asked.config.scorer is not None:
         drafter.check(asked.config.scorer)
     with servers.connected(endpoints):
-        return predicted(path, asked, others, endpoints)
+        return predicted(path, asked, others, endpoints, limits=limits)
 
 
 def beside(path: str, asked: ModelRequest) -> Beside:

@@ -1,20 +1,23 @@
-"""Several models, one loaded at a time: decides which model is loaded next, and when one is unloaded."""
+"""Several models: decides which is loaded next, which leave for it, and when one is unloaded."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from kvflash_ggml.server.errors import ApiError, shutting_down
 
 from .model_folder import FolderModel
 
 logger = logging.getLogger("kvflash_ggml")
+
+T = TypeVar("T")
 
 FAILED_S = 60.0
 """Seconds until a model that could not be loaded is tried again: each try unloads another one."""
@@ -38,15 +41,31 @@ class ModelServer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a model takes of each device's memory, and what they have for models, in bytes.
+
+    alone: what it takes is not known, so it is loaded where no other model is.
+    """
+
+    needs: Mapping[str, int]
+    room: Mapping[str, int]
+    alone: bool = False
+
+
+ALONE = Plan(needs={}, room={}, alone=True)
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Loaded:
     """A model that is loaded. answers: how many run. until: it gives way to no other model before this time.
 
-    used: when it last ended an answer. leaves: it is unloaded once no answer runs.
+    plan: what it takes. used: when it last ended an answer. leaves: it is unloaded once no answer runs.
     """
 
     model: FolderModel
     engine: ModelServer
+    plan: Plan
     until: float
     used: float
     answers: int = 0
@@ -67,57 +86,76 @@ class _Failed:
 
 
 class Engines:
-    """Lets models take turns. Answers of the loaded model run to their end before another is loaded.
+    """Loads models, as many as there is room for, and lets the others take turns.
 
-    A model that was loaded stays for as long as the change took, so that at most half of the time goes into changes.
+    A model that has no room waits until those that were used longest ago have ended their answers and are unloaded. A
+    model that was loaded stays for as long as the change took, so that at most half of the time goes into changes.
     While it stays, its requests come first. Then the model comes whose request has waited longest.
 
-    start: loads a model, LoadError if that fails. most: requests that may wait. idle_s: seconds without an answer,
-    after which a model is unloaded; None for never. Everything runs on one loop.
+    start: loads a model, LoadError if that fails; left: memory that others leave it, by device. plan: says what a model
+    takes; None where no two are loaded at once. at_once: most that are loaded, 0 for no limit. most: requests that may
+    wait. idle_s: seconds without an answer, after which a model is unloaded; None for never. Everything runs on one
+    loop.
     """
 
     def __init__(
         self,
-        start: Callable[[FolderModel], Awaitable[ModelServer]],
+        start: Callable[[FolderModel, Mapping[str, int]], Coroutine[Any, Any, ModelServer]],
         *,
         most: int,
         wait_s: float,
         idle_s: float | None,
+        plan: Callable[[FolderModel, Mapping[str, int]], Coroutine[Any, Any, Plan]] | None = None,
+        at_once: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._start = start
+        self._plan = plan
+        self._at_once = at_once
         self._most = most
         self._wait_s = wait_s
         self._idle_s = idle_s
         self._clock = clock
         self._waiting: list[_Waiting] = []
         self._changed = asyncio.Event()
-        self._loaded: Loaded | None = None
-        self._starting: asyncio.Future[ModelServer] | None = None
+        self._loaded: dict[str, Loaded] = {}
+        self._plans: dict[FolderModel, Plan] = {}
+        self._room: Mapping[str, int] = {}
         self._failed: dict[str, _Failed] = {}
+        self._change: asyncio.Future[None] | None = None
+        self._starting: asyncio.Future[Any] | None = None
         self._closing = False
         self._driver = asyncio.ensure_future(self._drive())
         self.loading: str | None = None
         self.last: str | None = None
 
     @property
+    def all_loaded(self) -> list[Loaded]:
+        """The models that are loaded now, the one used last at the end. One whose process has ended is none."""
+        alive = [one for one in self._loaded.values() if one.engine.alive]
+        return sorted(alive, key=lambda one: (one.answers > 0, one.used))
+
+    @property
     def loaded(self) -> Loaded | None:
-        """The model that is loaded now; None if none is, or its process has ended."""
-        return self._loaded if self._loaded is not None and self._loaded.engine.alive else None
+        """The loaded model that was used last; None if none is."""
+        return next(reversed(self.all_loaded), None)
+
+    def find(self, name: str) -> Loaded | None:
+        """Return a model if it is loaded, and its process has not ended."""
+        one = self._loaded.get(name)
+        return one if one is not None and one.engine.alive else None
 
     def status(self, name: str) -> dict[str, object]:
         """Return the status as llama-server: "value" is loaded, loading or unloaded; "failed" if it cannot load."""
         if name == self.loading:
             return {"value": "loading"}
-        if self.loaded is not None and self.loaded.model.name == name:
+        if self.find(name) is not None:
             return {"value": "loaded"}
         return {"value": "unloaded", **({"failed": True} if name in self._failed else {})}
 
-    @property
-    def left(self) -> float | None:
-        """Seconds until the loaded model is unloaded without a request; None while it answers, or if it stays."""
-        loaded = self.loaded
-        left = float("inf") if loaded is None or loaded.answers else self._idle_left(loaded)
+    def left(self, loaded: Loaded) -> float | None:
+        """Return the seconds until a model is unloaded without a request; None while it answers, or if it stays."""
+        left = float("inf") if loaded.answers else self._idle_left(loaded)
         return None if left == float("inf") else left
 
     @asynccontextmanager
@@ -154,9 +192,10 @@ class Engines:
 
     def unload(self, name: str) -> bool:
         """Unload a model as soon as no answer of it runs; False if it is not loaded."""
-        if self.loaded is None or self.loaded.model.name != name:
+        loaded = self.find(name)
+        if loaded is None:
             return False
-        self.loaded.leaves = True
+        loaded.leaves = True
         self.wake()
         return True
 
@@ -165,7 +204,7 @@ class Engines:
         self._changed.set()
 
     async def close(self) -> None:
-        """Refuse all waiting and further requests, let running answers end, and unload the model."""
+        """Refuse all waiting and further requests, let running answers end, and unload the models."""
         self._closing = True
         for one in self._waiting:
             if not one.granted.done():
@@ -176,46 +215,87 @@ class Engines:
         self.wake()
         await self._driver
 
-    # --- one task loads and unloads
+    # --- one task decides; a change at a time is made beside it
 
     async def _drive(self) -> None:
         while not self._closing:
             self._changed.clear()
             self._admit()
-            wanted = self._next()
-            if wanted is not None:
-                await self._load(wanted)
-            elif self._is_idle():
-                await self._unload()
+            if self._change is None and (work := self._next()) is not None:
+                self._change = asyncio.ensure_future(work)
+                self._change.add_done_callback(self._made)
             else:
                 with suppress(TimeoutError, asyncio.TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), self._pause())
-        await self._unload()
+        if (change := self._change) is not None:
+            await asyncio.wait([change])
+        await self._unload([*self._loaded.values()])
+
+    def _made(self, change: asyncio.Future[None]) -> None:
+        self._change = None
+        self.wake()
+        change.result()
 
     def _admit(self) -> None:
-        """Let in requests for the loaded model, until one for another that has its turn stands before them."""
-        self._loaded = loaded = self.loaded
-        if loaded is None:
-            return
-        stays = self._clock() < loaded.until
+        """Let in requests for loaded models, until one that has its turn needs their room and stands before them."""
+        self._loaded = {name: one for name, one in self._loaded.items() if one.engine.alive}
+        leaving: Sequence[Loaded] = ()
+        turns = True
         for one in [*self._waiting]:
-            if one.model.name == loaded.model.name:
+            loaded = self._loaded.get(one.model.name)
+            if loaded is None:
+                if turns and (plan := self._plan_of(one.model)) is not None:
+                    leaving = self._in_the_way(plan)
+                    leaving = leaving if all(self._clock() >= other.until for other in leaving) else ()
+                turns = False  # those behind it have none yet
+            elif loaded not in leaving:
                 self._waiting.remove(one)
                 loaded.answers += 1
                 one.granted.set_result(loaded)
-            elif not stays:
-                return
 
-    def _next(self) -> FolderModel | None:
-        """Return the model to load now; None if another one still has its turn, or no request waits."""
-        loaded = self._loaded
-        if not self._waiting or (loaded is not None and (loaded.answers or self._clock() < loaded.until)):
-            return None
-        return self._waiting[0].model
+    def _next(self) -> Coroutine[Any, Any, None] | None:
+        """Return the change to make now: to plan, load or unload. None if a model still has its turn."""
+        first = next((one.model for one in self._waiting if one.model.name not in self._loaded), None)
+        if first is not None:
+            plan = self._plan_of(first)
+            if plan is None:
+                return self._make_plan(first)
+            leaving = self._in_the_way(plan)
+            if not any(one.answers or self._clock() < one.until for one in leaving):
+                return self._load(first, plan, leaving)
+        waited = {one.model.name for one in self._waiting}
+        idle = [
+            one
+            for name, one in self._loaded.items()
+            if not one.answers and name not in waited and self._idle_left(one) <= 0
+        ]
+        return self._unload(idle) if idle else None
 
-    def _is_idle(self) -> bool:
-        loaded = self._loaded
-        return loaded is not None and not loaded.answers and not self._waiting and self._idle_left(loaded) <= 0
+    def _plan_of(self, model: FolderModel) -> Plan | None:
+        """Return the plan of a model; None if it has to be made. What there is is known once nothing is loaded."""
+        measured = self._room or not self._loaded
+        return self._plans.get(model) if self._plan is not None and measured else ALONE
+
+    def _in_the_way(self, plan: Plan) -> list[Loaded]:
+        """Return the loaded models that must leave for another one: those used longest ago, idle ones first."""
+        stays = self.all_loaded
+        leaving = []
+        while stays and not self._has_room(plan, stays):
+            leaving.append(stays.pop(0))
+        return leaving
+
+    def _has_room(self, plan: Plan, beside: Sequence[Loaded]) -> bool:
+        if plan.alone or any(one.plan.alone for one in beside) or len(beside) == self._at_once:
+            return False
+        left = self._left(beside)
+        return all(size <= left.get(device, 0) for device, size in plan.needs.items())
+
+    def _left(self, beside: Sequence[Loaded]) -> dict[str, int]:
+        """Return the memory that these models leave of each device."""
+        taken: Counter[str] = Counter()
+        for one in beside:
+            taken.update(one.plan.needs)
+        return {device: size - taken[device] for device, size in self._room.items()}
 
     def _idle_left(self, loaded: Loaded) -> float:
         idle_s = float("inf") if self._idle_s is None else self._idle_s
@@ -223,35 +303,52 @@ class Engines:
 
     def _pause(self) -> float | None:
         """Return the seconds until there may be something to do without a change; None for no limit."""
-        loaded = self._loaded
-        if loaded is None or loaded.answers:
-            return None
-        left = loaded.until - self._clock() if self._waiting else self._idle_left(loaded)
-        return None if left == float("inf") else max(left, 0.001)
+        resting = [one for one in self._loaded.values() if not one.answers]
+        times = [self._idle_left(one) for one in resting]
+        times += [one.until - self._clock() for one in resting if self._waiting]
+        left = min((time for time in times if time > 0), default=float("inf"))
+        return None if self._change is not None or left == float("inf") else max(left, 0.001)
 
-    async def _load(self, model: FolderModel) -> None:
-        began, self.loading = self._clock(), model.name
+    async def _make_plan(self, model: FolderModel) -> None:
+        assert self._plan is not None
+        plan = await self._begun(model, self._plan(model, self._room if self._loaded else {}))
+        if plan is not None:
+            self._plans[model] = plan
+            self._room = self._room if self._loaded else plan.room
+
+    async def _begun(self, model: FolderModel, work: Coroutine[Any, Any, T]) -> T | None:
+        """Return what comes of a model's process. None if that failed, which its requests are told, or at the end."""
+        self._starting = starting = asyncio.ensure_future(work)
         try:
-            await self._unload()
-            if self._closing:
-                return
-            self._starting = asyncio.ensure_future(self._start(model))
-            engine = await self._starting
-        except (LoadError, OSError) as err:
-            self._fail(_Failed(model, str(err), self._clock()))
+            return await starting
         except asyncio.CancelledError:
             if not self._closing:
                 raise
+        except (LoadError, OSError) as err:
+            self._fail(_Failed(model, str(err), self._clock()))
         except Exception as err:  # whatever it is, others have their turn
             logger.exception("%a could not be loaded", model.name)
             self._fail(_Failed(model, str(err) or type(err).__name__, self._clock()))
-        else:
+        finally:
+            self._starting = None
+        return None
+
+    async def _load(self, model: FolderModel, plan: Plan, leaving: Sequence[Loaded]) -> None:
+        began, self.loading = self._clock(), model.name
+        try:
+            await self._unload(leaving)
+            if self._closing:
+                return
+            left = {} if plan.alone else self._left([*self._loaded.values()])
+            engine = await self._begun(model, self._start(model, left))
+        finally:
+            self.loading = None
+        if engine is not None:
             now = self._clock()
             self._failed.pop(model.name, None)
-            self._loaded = Loaded(model=model, engine=engine, until=now + (now - began), used=now)
+            until = now + (now - began)
+            self._loaded[model.name] = Loaded(model=model, engine=engine, plan=plan, until=until, used=now)
             self.last = model.name
-        finally:
-            self.loading = self._starting = None
 
     def _fail(self, failed: _Failed) -> None:
         logger.error("%a could not be loaded: %s", failed.model.name, failed.why)
@@ -260,13 +357,14 @@ class Engines:
             self._waiting.remove(one)
             one.granted.set_exception(_refusal(failed, FAILED_S))
 
-    async def _unload(self) -> None:
-        loaded, self._loaded = self._loaded, None
-        if loaded is not None:
-            try:
-                await loaded.engine.stop()
-            except Exception:
-                logger.exception("%a could not be unloaded", loaded.model.name)
+    async def _unload(self, leaving: Sequence[Loaded]) -> None:
+        for one in leaving:
+            self._loaded.pop(one.model.name, None)
+        for one, end in zip(
+            leaving, await asyncio.gather(*(one.engine.stop() for one in leaving), return_exceptions=True), strict=True
+        ):
+            if isinstance(end, Exception):
+                logger.error("%a could not be unloaded", one.model.name, exc_info=end)
 
 
 def _refusal(failed: _Failed, left: float) -> ApiError:

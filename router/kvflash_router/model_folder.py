@@ -9,12 +9,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from kvflash_ggml.errors import ConversionError
 from kvflash_ggml.gguf import purpose, reader
 
 _PART = re.compile(r"(.+)-([0-9]{5})-of-[0-9]{5}")
+
+
+Purpose: TypeAlias = Literal["answer", "embed", "rank"]
+
+_POOLED: Mapping[int, Purpose] = {1: "embed", 2: "embed", 3: "embed", 4: "rank"}
+"""What models are for by their files' pooling type: the mean, the first or the last token, or a head that ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +40,14 @@ class FolderModel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
     """What a model's file says of itself. facts: as `Prompts.facts`, as far as a head tells. n_ctx: the trained
-    length, 0 if it does not say. fills: whether it has marks of a gap.
+    length, 0 if it does not say. fills: whether it has marks of a gap. purpose: what it was trained for.
     """
 
     facts: Mapping[str, Any]
     n_ctx: int
     template: str
     fills: bool
+    purpose: Purpose = "answer"
 
 
 _UNKNOWN = Head(facts=MappingProxyType({}), n_ctx=0, template="", fills=False)
@@ -106,6 +113,7 @@ def head(one: FolderModel) -> Head:
     try:
         file = reader.read(one.path)
         length, template = file.own("context_length", 0), file.get("tokenizer.chat_template")
+        pooling = file.own("pooling_type")
         named = {"name": "general.name", "architecture": "general.architecture", "size_label": "general.size_label"}
         facts = {name: value for name, key in named.items() if isinstance(value := file.get(key), str)}
     except (ConversionError, OSError):
@@ -115,4 +123,5 @@ def head(one: FolderModel) -> Head:
         n_ctx=length if isinstance(length, int) else 0,
         template=template if isinstance(template, str) else "",
         fills=file.get("tokenizer.ggml.fim_pre_token_id") is not None,
+        purpose=_POOLED.get(pooling, "answer") if isinstance(pooling, int) else "answer",
     )

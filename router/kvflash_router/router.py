@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvflash_ggml.server import about, events, markdown, ollama, openapi
-from kvflash_ggml.server.app import ANSWERS, ROUTES, guarded
+from kvflash_ggml.server.app import ANSWERS, RERANK, ROUTES, guarded
 from kvflash_ggml.server.errors import ApiError, invalid
 from kvflash_ggml.server.guard import OPEN_PATHS
 from kvflash_ggml.server.intake import KEY, TAKEN, Intake, disconnected
@@ -28,9 +28,9 @@ from kvflash_ggml.server.schema import named
 from kvflash_ggml.server.settings import ServerSettings
 
 from . import model_folder
-from .engines import Engines, Loaded, ModelServer
+from .engines import Engines, ModelServer, Plan
 from .forward import forward
-from .model_folder import FolderModel
+from .model_folder import FolderModel, Purpose
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -66,20 +66,20 @@ class Router(Intake):
             raise ApiError(503, f"the folder of the models cannot be read: {err.strerror}", code="no_models") from None
 
     async def model(self, http: HttpRequest, wanted: Any) -> FolderModel:
-        """Find the model of a name; without one, that which is loaded, or was, or the first that has not failed to
-        load.
+        """Find the model of a name. Without one, of the models for what is asked, the one that was used last, or the
+        first that has not failed to load.
 
         ApiError if there is none.
         """
         models, engines = await self.models(http), self.engines
         if wanted in (None, ""):
-            now = engines.loaded
-            usual = engines.loading or (now.model.name if now else engines.last)
-            if usual not in models:
-                usual = min(models, key=lambda name: "failed" in engines.status(name), default=None)
-            if usual is None:
+            fit = [name for name in models if await self.purpose(http, models[name]) == _purpose(http.url.path)]
+            usual = [engines.loading, *(one.model.name for one in reversed(engines.all_loaded)), engines.last]
+            usual += sorted(fit or models, key=lambda name: "failed" in engines.status(name))
+            name = next((name for name in usual if name in (fit or models)), None)
+            if name is None:
                 raise ApiError(503, "there is no model: put a .gguf file into the folder", code="no_models")
-            return models[usual]
+            return models[name]
         if not isinstance(wanted, str):
             raise invalid("model", f"it is {named(wanted)}, and must be a text")
         found = models.get(wanted) or models.get(wanted.removesuffix(LATEST))
@@ -87,8 +87,17 @@ class Router(Intake):
             raise about.unknown(wanted, [*models])
         return found
 
+    async def purpose(self, http: HttpRequest, model: FolderModel) -> Purpose:
+        """Return what a model's file says that it is for."""
+        return (await self.head(http, model)).purpose
+
     async def head(self, http: HttpRequest, model: FolderModel) -> model_folder.Head:
         return await self.work(http, model_folder.head, model)
+
+
+def _purpose(path: str) -> Purpose:
+    """Return what a model must be for that answers at a path."""
+    return "rank" if path in RERANK else "embed" if "embed" in path else "answer"
 
 
 class Forwarded(Response):
@@ -176,13 +185,14 @@ def _says(asked: dict[str, Any]) -> bool:
 
 
 async def _look(router: Router, request: HttpRequest) -> Response:
-    """Answer what asks about the loaded model, or changes its conversations."""
+    """Answer what asks about a loaded model, or changes its conversations: the one used last, unless one is named."""
     if request.url.path in OPEN_PATHS:  # without a key nothing is told, read or handed on
         raise HTTPException(404)
-    loaded, wanted = router.engines.loaded, request.query_params.get("model")
+    engines, wanted = router.engines, request.query_params.get("model")
     if router.settings.keys and not request.scope.get(KEY):  # public metrics: no name is looked up, or told
         wanted = None
-    if loaded is None or (wanted and (await router.model(request, wanted)).name != loaded.model.name):
+    loaded = engines.find((await router.model(request, wanted)).name) if wanted else engines.loaded
+    if loaded is None:
         message = f"{wanted[:80]!r} is not loaded" if wanted else "no model is loaded"
         raise ApiError(503, f"{message}: ask it something, or POST its name to /models/load", code="not_loaded")
     empty = request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
@@ -221,17 +231,12 @@ async def _describe(router: Router, request: HttpRequest) -> Response:
 async def _list(router: Router, request: HttpRequest) -> Response:
     entries = []
     for name, model in (await router.models(request)).items():
-        head, loaded = await router.head(request, model), _now(router, name)
+        head, loaded = await router.head(request, model), router.engines.find(name)
         n_ctx = router.n_ctx if loaded is None else loaded.engine.n_ctx
         meta = {**head.facts, "n_ctx_train": head.n_ctx, **({"n_ctx": n_ctx} if n_ctx else {})}
         status = router.engines.status(name)
         entries.append(about.entry(name, model.changed // 1_000_000_000, meta, status=status))
     return about.listed(request, entries)
-
-
-def _now(router: Router, name: str) -> Loaded | None:
-    loaded = router.engines.loaded
-    return loaded if loaded is not None and loaded.model.name == name else None
 
 
 async def _tags(router: Router, request: HttpRequest) -> Response:
@@ -244,21 +249,21 @@ async def _tag(router: Router, request: HttpRequest, model: FolderModel) -> dict
 
 
 async def _ps(router: Router, request: HttpRequest) -> Response:
-    loaded = router.engines.loaded
-    if loaded is None:
-        return JSONResponse({"models": []})
-    left = router.engines.left
-    until = ollama.NEVER if left is None else ollama.rfc3339(time.time() + left)
-    entry = await _tag(router, request, loaded.model)
-    return JSONResponse({"models": [{**entry, "expires_at": until, "context_length": loaded.engine.n_ctx}]})
+    found = []
+    for one in router.engines.all_loaded:
+        left = router.engines.left(one)
+        until = ollama.NEVER if left is None else ollama.rfc3339(time.time() + left)
+        entry = await _tag(router, request, one.model)
+        found.append({**entry, "expires_at": until, "context_length": one.engine.n_ctx})
+    return JSONResponse({"models": found})
 
 
 async def _show(router: Router, request: HttpRequest) -> Response:
     model = await _model(router, request)
-    head, loaded = await router.head(request, model), _now(router, model.name)
+    head, loaded = await router.head(request, model), router.engines.find(model.name)
     n_ctx = router.n_ctx or head.n_ctx if loaded is None else loaded.engine.n_ctx
     entry = await _tag(router, request, model)
-    able = {"insert": head.fills}
+    able = {"insert": head.fills, "embedding": head.purpose == "embed"}
     return JSONResponse(ollama.shown(entry, head.facts, template=head.template, n_ctx=n_ctx, able=able))
 
 
@@ -269,20 +274,29 @@ def serve(
     folder: Path,
     settings: ServerSettings,
     sock: socket.socket,
-    start: Callable[[FolderModel], Awaitable[ModelServer]],
+    start: Callable[[FolderModel, Mapping[str, int]], Coroutine[Any, Any, ModelServer]],
     *,
+    plan: Callable[[FolderModel, Mapping[str, int]], Coroutine[Any, Any, Plan]] | None,
+    at_once: int,
     n_ctx: int,
     idle_s: float | None,
     ready: Callable[[str], None],
     abandon: Callable[[], None],
 ) -> None:
-    """Serve the models of a folder until SIGTERM or SIGINT. The loaded one ends its answers and is unloaded then.
+    """Serve the models of a folder until SIGTERM or SIGINT. Those loaded end their answers and are unloaded then.
 
-    sock: of `listen`. start: loads a model. n_ctx: see `Router`. idle_s: see `Engines`. ready, abandon: see `run`.
+    sock: of `listen`. n_ctx: see `Router`. start, plan, at_once, idle_s: see `Engines`. ready, abandon: see `run`.
     """
 
     async def whole() -> None:
-        engines = Engines(start, most=settings.max_queue, wait_s=settings.queue_timeout_s, idle_s=idle_s)
+        engines = Engines(
+            start,
+            plan=plan,
+            at_once=at_once,
+            most=settings.max_queue,
+            wait_s=settings.queue_timeout_s,
+            idle_s=idle_s,
+        )
         router = Router(folder, settings, engines, n_ctx)
 
         async def drain() -> None:

@@ -8,7 +8,7 @@ import os
 import pickle
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,14 +20,20 @@ import click
 
 from kvflash_ggml import system
 from kvflash_ggml.cli.model import log_requests, log_to_stderr, plain_errors
-from kvflash_ggml.cli.serving import Serving, serve_model
+from kvflash_ggml.cli.serving import Serving, placed, serve_model
 from kvflash_ggml.cli.terminal import note
+from kvflash_ggml.config import Fit
+from kvflash_ggml.errors import UnsupportedModelError
+from kvflash_ggml.placement import memory
 from kvflash_ggml.server import requestlog
 from kvflash_ggml.server.run import listen
 
 from . import model_folder, router
-from .engines import LoadError
+from .engines import LoadError, Plan
 from .model_folder import FolderModel
+
+_SMALL = 512
+"""Tokens of the pool of a model that was trained to embed: its answers are asked for by mistake at most."""
 
 STORE_S = 600.0
 """Seconds beyond --drain that a process has to store its conversations; then it is killed."""
@@ -36,7 +42,7 @@ STORE_S = 600.0
 def serve_folder(job: Serving, folder: Path, sock: socket.socket, *, idle_s: float | None) -> None:
     """Serve the models of a folder until a signal. Without --session-dir conversations are lost then.
 
-    ClickException for a folder without models.
+    As many are loaded at once as --models-max says and as have room. ClickException for a folder without models.
     """
     models = model_folder.models(folder)
     if not models:
@@ -46,14 +52,13 @@ def serve_folder(job: Serving, folder: Path, sock: socket.socket, *, idle_s: flo
     processes: list[asyncio.subprocess.Process] = []
     with _sessions(job) as sessions:
 
-        async def start(model: FolderModel) -> Process:
-            opening = replace(job.opening, loading=replace(job.opening.loading, mmproj=model.projector))
-            settings = replace(
-                job.settings, alias=model.name, host="127.0.0.1", port=0, cors=(), ssl_key_file=None,
-                ssl_cert_file=None, api_prefix="",
-                session_dir=None if sessions is None else sessions / quote(model.name, safe=""),
-            )  # fmt: skip
-            return await Process.start(replace(job, settings=settings, opening=opening), model.path, processes)
+        async def start(model: FolderModel, left: Mapping[str, int]) -> Process:
+            own = await asyncio.to_thread(_job, job, model, sessions)
+            return await Process.start(own, model.path, left, processes)
+
+        async def plan(model: FolderModel, room: Mapping[str, int]) -> Plan:
+            own = await asyncio.to_thread(_job, job, model, sessions)
+            return await planned(own, model.path, room, processes)
 
         def abandon() -> None:
             for process in processes:
@@ -65,11 +70,27 @@ def serve_folder(job: Serving, folder: Path, sock: socket.socket, *, idle_s: flo
             job.settings,
             sock,
             start,
+            plan=plan if job.server.models_max != 1 and job.opening.devices.fits_layers else None,
+            at_once=job.server.models_max,
             n_ctx=job.opening.loading.ctx_size,
             idle_s=idle_s,
             ready=lambda address: note(f"serving {len(models)} model{'s' * (len(models) != 1)} at {address}"),
             abandon=abandon,
         )
+
+
+def _job(job: Serving, model: FolderModel, sessions: Path | None) -> Serving:
+    """Return what is asked of one model's process. A model that was trained to embed or rank does that too."""
+    purpose, opening, server = model_folder.head(model).purpose, job.opening, job.server
+    opening = replace(opening, loading=replace(opening.loading, mmproj=model.projector))
+    if purpose != "answer":
+        server = replace(server, embeddings=purpose == "embed", reranking=purpose == "rank")
+        opening = replace(opening, pool=replace(opening.pool, kvflash=str(_SMALL)))
+    settings = replace(
+        job.settings, alias=model.name, host="127.0.0.1", port=0, cors=(), ssl_key_file=None, ssl_cert_file=None,
+        api_prefix="", session_dir=None if sessions is None else sessions / quote(model.name, safe=""),
+    )  # fmt: skip
+    return replace(job, settings=settings, opening=opening, server=server)
 
 
 @contextmanager
@@ -96,30 +117,14 @@ class Process:
     _patience_s: float
 
     @classmethod
-    async def start(cls, job: Serving, path: Path, processes: list[asyncio.subprocess.Process]) -> Process:
-        """Load a model in a new process, which `processes` gets. LoadError if that fails. Cancelled, it is killed."""
-        # in a session of its own, so that Ctrl-C reaches this process alone, which tells that one
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", _CHILD.format(path=sys.path), stdin=-1, stdout=-1, start_new_session=True
-        )
-        processes[:] = [process]  # one is loaded at a time
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            with suppress(ConnectionError):
-                process.stdin.write(pickle.dumps((job, str(path))))
-                await process.stdin.drain()
-            line = await process.stdout.readline()
-            said = json.loads(line) if line else {}
-            if "port" not in said:
-                code = await process.wait()
-                why = said.get("error", f"its process has ended with {code}")
-                raise LoadError(why.replace(f"{path.parent}{os.sep}", ""))  # clients see it: no path is theirs
-        except BaseException:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-            raise
+    async def start(
+        cls, job: Serving, path: Path, left: Mapping[str, int], processes: list[asyncio.subprocess.Process]
+    ) -> Process:
+        """Load a model in a new process, which `processes` gets. LoadError if that fails. Cancelled, it is killed.
+
+        left: memory of each device that it may take; nothing for all that is free.
+        """
+        process, said = await _told(job, path, {"left": left}, processes)
         return cls(said["port"], said["n_ctx"], process, job.settings.drain_s + STORE_S)
 
     @property
@@ -139,6 +144,47 @@ class Process:
             await self._process.wait()
 
 
+async def planned(
+    job: Serving, path: Path, room: Mapping[str, int], processes: list[asyncio.subprocess.Process]
+) -> Plan:
+    """Ask a new process what a model takes. room: memory of each device, for models; nothing to measure it.
+
+    LoadError if it does not fit, or is no model.
+    """
+    process, said = await _told(job, path, {"room": room}, processes)
+    await process.wait()
+    return Plan(**said)
+
+
+async def _told(
+    job: Serving, path: Path, what: dict[str, Mapping[str, int]], processes: list[asyncio.subprocess.Process]
+) -> tuple[asyncio.subprocess.Process, Any]:
+    """Start a process, and return it with what it says first. LoadError for an error, and if it ends."""
+    # in a session of its own, so that Ctrl-C reaches this process alone, which tells that one
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _CHILD.format(path=sys.path), stdin=-1, stdout=-1, start_new_session=True
+    )
+    processes[:] = [*(one for one in processes if one.returncode is None), process]
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        with suppress(ConnectionError):
+            process.stdin.write(pickle.dumps((job, str(path), what)))
+            await process.stdin.drain()
+        line = await process.stdout.readline()
+        said = json.loads(line) if line else {}
+        if not said or "error" in said:
+            code = await process.wait()
+            why = said.get("error", f"its process has ended with {code}")
+            raise LoadError(why.replace(f"{path.parent}{os.sep}", ""))  # clients see it: no path is theirs
+    except BaseException:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        raise
+    return process, said
+
+
 # --- the other process
 
 
@@ -147,7 +193,7 @@ _CHILD = "import sys; sys.path[:] = {path!r}\nfrom kvflash_router.serving import
 
 
 def main() -> None:
-    """Serve the model that standard input names, until standard input ends. Print one line of JSON."""
+    """Serve the model that standard input names, until standard input ends, or plan it. Print one line of JSON."""
     reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever prints must not be taken for a report
 
@@ -155,18 +201,52 @@ def main() -> None:
         with suppress(OSError):
             print(json.dumps(said), file=reports, flush=True)
 
-    job, path = pickle.load(sys.stdin.buffer)
+    job, path, what = pickle.load(sys.stdin.buffer)
     log_to_stderr(job.log)
     try:
-        with plain_errors(verbose=job.log.verbose), listen(job.settings) as sock:
-            port = sock.getsockname()[1]
-            serve_model(
-                job,
-                path,
-                sock,
-                ready=lambda llm, _address: report(port=port, n_ctx=llm.n_ctx()),
-                until=sys.stdin.buffer,
-            )
+        with plain_errors(verbose=job.log.verbose):
+            if "room" in what:
+                report(**_needs(job, path, what["room"]))
+                return
+            job = _within(job, path, what["left"])
+            with listen(job.settings) as sock:
+                port = sock.getsockname()[1]
+                serve_model(
+                    job,
+                    path,
+                    sock,
+                    ready=lambda llm, _address: report(port=port, n_ctx=llm.n_ctx()),
+                    until=sys.stdin.buffer,
+                )
     except click.ClickException as err:
         report(error=err.format_message())
         sys.exit(1)
+
+
+def _needs(job: Serving, path: str, room: Mapping[str, int]) -> dict[str, Any]:
+    """Return the fields of a `Plan`, by the same computation as --fit and --dry-run. Raises as `serve_model`."""
+    from kvflash_ggml.llama.fitting import without_loading
+
+    asked = placed(_quiet(job), path)
+    fit, limits = asked.get("fit") or Fit(), None
+    if room:
+        limits = Fit(free=room, margin=dict.fromkeys(room, 0))
+    try:
+        placement, devices = without_loading(path, asked, limits)
+    except UnsupportedModelError:  # which `serve_model` opens for one answer at a time
+        return {"needs": {}, "room": {}, "alone": True}
+    left = {one.name: max(0, one.free - memory.margin(one, fit)) for one in memory.counted(devices, fit)}
+    return {"needs": {need.device: need.total - need.margin for need in placement.needs}, "room": left}
+
+
+def _within(job: Serving, path: str, left: Mapping[str, int]) -> Serving:
+    """Return the job with what is left of memory, if it is fitted at all."""
+    if not left or "fit" not in placed(_quiet(job), path):
+        return job
+    devices = replace(job.opening.devices, device_memory=dict(left), fit_target=dict.fromkeys(left, 0))
+    return replace(job, opening=replace(job.opening, devices=devices))
+
+
+def _quiet(job: Serving) -> Serving:
+    """Return a job whose notes are left out: they come with the load."""
+    return replace(job, log=replace(job.log, quiet=True))

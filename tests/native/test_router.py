@@ -1,4 +1,4 @@
-"""A server of two models: one is loaded at a time, and what the other has read is not read again."""
+"""A server of several models: as many are loaded as have room, and what another has read is not read again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.harness import TEXT
+from support.harness import TEXT, write_embedder
 from support.serving import Served, serve
 
 WORDS = TEXT.read_text(encoding="utf-8").split()
@@ -89,7 +89,13 @@ def ends(pid: int) -> bool:
     return False
 
 
-def test_one_the_other_and_the_one_again(served: Served, sessions: Path) -> None:
+def test_one_the_other_and_the_one_again(folder: Path, sessions: Path) -> None:
+    alone = ("--models-dir", str(folder), "--session-dir", str(sessions), "--models-max", "1", *OPTIONS)
+    with serve(None, *alone) as served:
+        _take_turns(served, sessions)
+
+
+def _take_turns(served: Served, sessions: Path) -> None:
     assert statuses(served) == {"one": "unloaded", "other": "unloaded"}
     tokens, known = answer(served, asked("one", 0))
     assert known == 0
@@ -106,6 +112,30 @@ def test_one_the_other_and_the_one_again(served: Served, sessions: Path) -> None
     assert longer > tokens
     assert answer(served, asked("other", 0, words=620))[1] >= tokens - 1
     assert served.stop() == 0
+
+
+def test_two_of_three_have_room(models: dict[str, Path], folder: Path) -> None:
+    """One that embeds beside one that answers; the one that was used longest ago leaves for the third."""
+    write_embedder(models["dense"], folder / "vectors.gguf")
+    # any two of them take less than 55 MiB, and all three more than 65
+    memory = ("--device-memory", "CPU=60M", "--fit-target", "CPU=0", "--embedding-tokens", "256")
+    with serve(None, "--models-dir", str(folder), *memory, *OPTIONS) as served:
+        answer(served, asked("one", 0, 50))
+        status, reply = served.post("/v1/embeddings", {"input": "hello"})
+        assert (status, reply["model"]) == (200, "vectors"), "no chat model embeds"
+        assert statuses(served) == {"one": "loaded", "other": "unloaded", "vectors": "loaded"}
+        (kept, _) = children(served)
+        tokens, known = answer(served, asked("one", 0, 60))
+        assert known > tokens // 2
+        assert answer(served, asked("other", 0, 50))[1] == 0
+        assert statuses(served) == {"one": "loaded", "other": "loaded", "vectors": "unloaded"}
+        assert kept in children(served)
+        assert {one["name"] for one in served.get("/api/ps")[1]["models"]} == {"one", "other"}
+        assert served.get("/props?model=one")[1]["model_alias"] == "one"
+        assert served.get("/props?model=vectors")[0] == 503
+        status, reply = served.post("/v1/completions", {"prompt": "hello", "max_tokens": 1})
+        assert (status, reply["model"]) == (200, "other"), "the one that was used last"
+        assert served.stop() == 0
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.asgi import Client
 from support.posted import form
+from support.shelf import Visit, settle, shelved
 
 from kvflash_ggml.server.app import ANSWERS
 from kvflash_ggml.server.errors import ApiError
@@ -23,10 +24,6 @@ from kvflash_router.model_folder import FolderModel
 from kvflash_router.router import Router, make_router
 
 MODELS = Path(__file__).parents[1] / "models"
-
-
-def shelved(name: str, changed: int = 0) -> FolderModel:
-    return FolderModel(name=name, path=Path(f"{name}.gguf"), size=1, changed=changed)
 
 
 A, B, C = map(shelved, "abc")
@@ -45,7 +42,7 @@ class Fake:
     port: int = 0
     engines: dict[str, Any] = field(default_factory=dict)
 
-    async def start(self, model: FolderModel) -> Any:
+    async def start(self, model: FolderModel, left: Any = None) -> Any:
         fake, name = self, model.name
         self.told.append(f"load {name}")
         try:
@@ -68,30 +65,6 @@ class Fake:
 
         self.engines[name] = Running()
         return self.engines[name]
-
-
-class Visit:
-    """A request that holds its turn until it is let go."""
-
-    def __init__(self, engines: Engines, model: FolderModel) -> None:
-        self._let_go = asyncio.Event()
-        self.began = asyncio.Event()
-        self.task = asyncio.ensure_future(self._run(engines, model))
-
-    async def _run(self, engines: Engines, model: FolderModel) -> None:
-        async with engines.turn(model):
-            self.began.set()
-            await self._let_go.wait()
-
-    async def end(self) -> None:
-        self._let_go.set()
-        await self.task
-
-
-async def settle() -> None:
-    """Until nobody has anything to do but wait."""
-    for _ in range(50):
-        await asyncio.sleep(0)
 
 
 def on_engines(test: Callable[[Fake, Engines], Awaitable[None]], **more: Any) -> Fake:
@@ -230,9 +203,10 @@ def test_an_idle_model_is_unloaded() -> None:
         fake.time += 1000
         engines.wake()
         await settle()
-        assert engines.left is None
+        (loaded,) = engines.all_loaded
+        assert engines.left(loaded) is None
         await visit.end()
-        assert engines.left == 100
+        assert engines.left(loaded) == 100
         fake.time += 99
         engines.wake()
         await settle()
