@@ -185,6 +185,9 @@ class Serving:
 ENCODES = "an encoder: it embeds texts and writes none, so there is no pool and no conversation"
 """What a user is told of a model that embeds only."""
 
+ENCODERS_CONTEXT = 512
+"""Tokens of a context that an encoder has beside the one that embeds, and that nothing is read in."""
+
 Ready = Callable[[Any, str], None]
 """Called with the `Llama` and the server's address once it takes requests."""
 
@@ -242,8 +245,7 @@ def _open(job: Serving, path: str) -> Iterator[Any]:
         try:
             llm = stack.enter_context(open_model(path, job.opening, job.log, **served))
         except EncoderError:
-            opening = job.opening
-            loading, devices = opening.loading, opening.devices
+            loading, devices = replace(job.opening.loading, ctx_size=ENCODERS_CONTEXT), job.opening.devices
             llm = stack.enter_context(load_model(path, loading=loading, devices=devices, verbose=job.log.verbose))
         except UnsupportedModelError as err:
             if server.parallel in (1, "auto"):

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..arrays import Buffer, Floats, Int32s, room_for
 from ..constants import CHUNK
-from ..errors import CLOSED, ConfigError, EncoderError, EngineError, KVFlashError, UnsupportedModelError
+from ..errors import CLOSED, ConfigError, EngineError, KVFlashError, UnsupportedModelError
 from ..media.rows import Part, are_mutual
 from . import contexts
 from ._kvf import ffi, lib
@@ -47,8 +47,7 @@ def probe(model: int, *, type_k: int, type_v: int, offload: bool, arch: str) -> 
     try:
         check(lib.kvf_probe(ffi.cast("void *", model), type_k, type_v, offload, sizes, len(sizes)))
     except UnsupportedModelError as err:
-        kind = EncoderError if str(err).startswith("it is an encoder") else UnsupportedModelError
-        raise kind(f"architecture {arch!r} cannot run in a pool: {err}. Use kvflash=None.") from None
+        raise type(err)(f"architecture {arch!r} cannot run in a pool: {err}. Use kvflash=None.") from None
     except EngineError as err:
         raise ConfigError(str(err)) from None
     return tuple(sizes)

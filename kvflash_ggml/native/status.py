@@ -7,6 +7,7 @@ from typing import Any
 from ..errors import (
     DecodeError,
     DeviceLost,
+    EncoderError,
     EngineError,
     HostMemoryError,
     KVFlashError,
@@ -30,7 +31,9 @@ ERRORS: dict[int, type[KVFlashError]] = {
 def check(status: int) -> None:
     """Raise the error of a status of the last call on this thread, unless it is success."""
     if status != lib.KVF_STATUS_SUCCESS:
-        raise ERRORS[status](reason())
+        why, kind = reason(), ERRORS[status]
+        encodes = kind is UnsupportedModelError and why.startswith("it is an encoder")
+        raise (EncoderError if encodes else kind)(why)
 
 
 def value(status: int, out: Any) -> Any:

@@ -8,6 +8,7 @@ import os
 import pickle
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -20,10 +21,10 @@ import click
 
 from kvflash_ggml import system
 from kvflash_ggml.cli.model import log_requests, log_to_stderr, plain_errors
-from kvflash_ggml.cli.serving import Serving, placed, serve_model
+from kvflash_ggml.cli.serving import ENCODERS_CONTEXT, Serving, placed, serve_model
 from kvflash_ggml.cli.terminal import note
 from kvflash_ggml.config import Fit
-from kvflash_ggml.errors import UnsupportedModelError
+from kvflash_ggml.errors import EncoderError, UnsupportedModelError
 from kvflash_ggml.placement import memory
 from kvflash_ggml.server import requestlog
 from kvflash_ggml.server.run import listen
@@ -228,15 +229,21 @@ def _needs(job: Serving, path: str, room: Mapping[str, int]) -> dict[str, Any]:
     from kvflash_ggml.llama.fitting import without_loading
 
     asked = placed(_quiet(job), path)
-    fit, limits = asked.get("fit") or Fit(), None
-    if room:
-        limits = Fit(free=room, margin=dict.fromkeys(room, 0))
+    fit, limits = asked.get("fit") or Fit(), Fit(free=room, margin=dict.fromkeys(room, 0)) if room else None
+    embedder: Counter[str] = Counter()
     try:
         placement, devices = without_loading(path, asked, limits)
+    except EncoderError:
+        asked |= {"kvflash": None, "n_ctx": ENCODERS_CONTEXT}
+        placement, devices = without_loading(path, asked, limits)
+        most = dict.fromkeys(("n_ctx", "n_batch", "n_ubatch"), job.server.embedding_tokens)
+        for need in without_loading(path, {**asked, **most, "embedding": True}, limits)[0].needs:
+            embedder[need.device] = need.total - need.margin - need.weights
     except UnsupportedModelError:  # which `serve_model` opens for one answer at a time
         return {"needs": {}, "room": {}, "alone": True}
     left = {one.name: max(0, one.free - memory.margin(one, fit)) for one in memory.counted(devices, fit)}
-    return {"needs": {need.device: need.total - need.margin for need in placement.needs}, "room": left}
+    needs = {need.device: need.total - need.margin + embedder[need.device] for need in placement.needs}
+    return {"needs": needs, "room": left}
 
 
 def _within(job: Serving, path: str, left: Mapping[str, int]) -> Serving:

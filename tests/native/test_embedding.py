@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -150,6 +152,13 @@ def test_a_server_of_an_encoder(encoder: Path, llama: Callable[..., Any]) -> Non
     stock = llama(encoder, n_ctx=256, n_batch=256, n_ubatch=256, embedding=True, pooling_type=1)
     with pytest.raises(EncoderError, match="it is an encoder: its attention is not causal"):
         llama(encoder, n_ctx=512, kvflash=256)
+    told = subprocess.run(
+        [sys.executable, "-m", "kvflash_ggml", "serve", encoder, "--dry-run"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.startswith("an encoder: it embeds texts")
     with serve(encoder, "--embedding-tokens", "256") as server:
         texts = ["Hello", WORDS[:500]]
         status, reply = server.post("/v1/embeddings", {"input": texts})

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.harness import TEXT, write_embedder
+from support.compat_models import write_embedding
+from support.harness import TEXT
 from support.serving import Served, serve
 
 WORDS = TEXT.read_text(encoding="utf-8").split()
@@ -116,7 +117,7 @@ def _take_turns(served: Served, sessions: Path) -> None:
 
 def test_two_of_three_have_room(models: dict[str, Path], folder: Path) -> None:
     """One that embeds beside one that answers; the one that was used longest ago leaves for the third."""
-    write_embedder(models["dense"], folder / "vectors.gguf")
+    write_embedding(models["dense"], folder / "vectors.gguf")
     # any two of them take less than 55 MiB, and all three more than 65
     memory = ("--device-memory", "CPU=60M", "--fit-target", "CPU=0", "--embedding-tokens", "256")
     with serve(None, "--models-dir", str(folder), *memory, *OPTIONS) as served:

@@ -276,17 +276,6 @@ def write_reranker(source: Path, target: Path) -> None:
     _finish(writer)
 
 
-def write_embedder(source: Path, target: Path) -> None:
-    """The same model, whose file says that it was trained to embed texts, by their last token."""
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, "qwen3")
-    _copy_fields(reader, writer, lambda key: True)
-    writer.add_pooling_type(gguf.PoolingType.LAST)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    _finish(writer)
-
-
 def write_iswa(source: Path, target: Path, *, head: int = 64, arch: str = "gemma3") -> None:
     """A small gemma3, or gemma4, with random weights: layers 3 and 6 see all, the others a window of 128."""
     width, heads, hidden, layers = 128, 2, 256, 6
