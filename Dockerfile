@@ -10,10 +10,8 @@ RUN /source/scripts/wheel /dist
 
 FROM python:3.12-slim-bookworm
 COPY --from=build /dist /tmp/dist
-COPY fleet /tmp/fleet
-COPY router /tmp/router
-RUN pip install --no-cache-dir --find-links /tmp/dist "kvflash-ggml[server,hub]" /tmp/fleet /tmp/router \
-    && rm -r /tmp/dist /tmp/fleet /tmp/router \
+RUN pip install --no-cache-dir /tmp/dist/*.whl "kvflash-ggml[server,hub]" \
+    && rm -r /tmp/dist \
     && useradd --create-home kvflash
 USER kvflash
 WORKDIR /home/kvflash
