@@ -122,13 +122,10 @@ def cuda_requirements(release: str) -> list[str]:
     return [f"nvidia-{name}{suffix}>={release},<{major + 1}" for name in ("cuda-runtime", "cublas")]
 
 
-def with_cuda(metadata: str, release: str) -> str:
-    """The METADATA of a wheel as that of one for a CUDA release: a version of its own, and what it requires."""
+def requiring(metadata: str, requirements: Sequence[str]) -> str:
+    """The METADATA of a wheel with more that it requires."""
     head, blank, text = metadata.partition("\n\n")
-    version = f"+cu{release.partition('.')[0]}"
-    head, count = re.subn(r"^(Version: [^\s+]+)$", rf"\g<1>{version}", head, flags=re.MULTILINE)
-    assert count == 1, head
-    return "\n".join([head, *(f"Requires-Dist: {one}" for one in cuda_requirements(release))]) + blank + text
+    return "\n".join([head, *(f"Requires-Dist: {one}" for one in requirements)]) + blank + text
 
 
 # --- the build
@@ -171,11 +168,13 @@ def _finished(wheel: Path, work: Path, cuda: str) -> Path:
         shutil.copy2(file, info / "licenses" / f"LICENSE.{library}")
         for name in referred(file.read_text(encoding="utf-8")):
             shutil.copy2(_LICENSES / name, info / "licenses" / name)
+    local = []
     if cuda:
-        metadata = info / "METADATA"
-        metadata.write_text(with_cuda(metadata.read_text(encoding="utf-8"), cuda), encoding="utf-8")
-        info.rename(info.with_name(f"{info.name.removesuffix('.dist-info')}+cu{cuda.partition('.')[0]}.dist-info"))
-    _python("-m", "wheel", "pack", "-d", str(work / "packed"), str(tree))
+        local = ["--local-version", f"cu{cuda.partition('.')[0]}"]
+        told = (info / "METADATA").read_text(encoding="utf-8")
+        (info / "METADATA").write_text(requiring(told, cuda_requirements(cuda)), encoding="utf-8")
+    (work / "packed").mkdir()
+    _python("-m", "wheel", "pack", *local, "-d", str(work / "packed"), str(tree))
     (packed,) = (work / "packed").glob("*.whl")
     return packed
 

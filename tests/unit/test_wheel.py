@@ -48,23 +48,13 @@ def test_a_copyright_file_names_the_licences_beside_it() -> None:
     assert wheel.referred(text) == ["GPL", "GPL-3"]
 
 
-@pytest.mark.parametrize(
-    ("release", "tag", "runtime"),
-    [
-        ("12.8", "+cu12", "nvidia-cuda-runtime-cu12>=12.8,<13"),
-        ("13.0", "+cu13", "nvidia-cuda-runtime>=13.0,<14"),
-    ],
-)
-def test_a_wheel_with_cuda_has_a_version_of_its_own_and_requires_nvidias(release: str, tag: str, runtime: str) -> None:
-    metadata = (
-        "Metadata-Version: 2.2\nName: kvflash-ggml\nVersion: 0.1.0\nRequires-Dist: numpy>=1.23\n\n# Title\nVersion: 9\n"
-    )
-    head, _, text = wheel.with_cuda(metadata, release).partition("\n\n")
-    lines = head.splitlines()
-    assert lines[:4] == [*metadata.splitlines()[:2], f"Version: 0.1.0{tag}", "Requires-Dist: numpy>=1.23"]
-    assert lines[4] == f"Requires-Dist: {runtime}"
-    assert lines[5] == f"Requires-Dist: {runtime.replace('cuda-runtime', 'cublas')}"
-    assert text == "# Title\nVersion: 9\n"
+def test_a_wheel_with_cuda_requires_nvidias() -> None:
+    new, old = wheel.cuda_requirements("13.0"), wheel.cuda_requirements("12.8")
+    assert new == ["nvidia-cuda-runtime>=13.0,<14", "nvidia-cublas>=13.0,<14"]
+    assert old == ["nvidia-cuda-runtime-cu12>=12.8,<13", "nvidia-cublas-cu12>=12.8,<13"]
+    metadata = "Name: kvflash-ggml\nVersion: 0.1.0\n\n# Title\n\nName: none\n"
+    told = "Name: kvflash-ggml\nVersion: 0.1.0\nRequires-Dist: a>=1\nRequires-Dist: b\n\n# Title\n\nName: none\n"
+    assert wheel.requiring(metadata, ["a>=1", "b"]) == told
 
 
 def test_the_bundle_says_how_it_is_installed() -> None:
