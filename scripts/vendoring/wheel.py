@@ -229,7 +229,8 @@ def _try_bundle(archive: Path, work: Path) -> None:
     lines = [shlex.split(line) for line in (folder / "README").read_text(encoding="utf-8").splitlines()]
     (install,) = (line[1:] for line in lines if line and line[0].endswith("/pip"))
     python = _environment(work / "venv")
-    _alone([python, "-m", "pip", "--quiet", *install], work / "venv", cwd=folder)
+    alone = {"PIP_CONFIG_FILE": os.devnull}  # which may name more places for wheels
+    _alone([python, "-m", "pip", "--quiet", "--isolated", *install], work / "venv", cwd=folder, **alone)
     _demonstrate(python, folder / "demo", work / "venv")
 
 
@@ -244,9 +245,10 @@ def _demonstrate(python: str, tree: Path, place: Path) -> None:
         _alone([python, *line], place, cwd=place)  # where no kvflash_ggml lies beside it
 
 
-def _alone(command: Sequence[str], place: Path, *, cwd: Path = REPO) -> None:
+def _alone(command: Sequence[str], place: Path, *, cwd: Path = REPO, **environment: str) -> None:
     """Run in an environment whose programs are all that is found."""
-    _run(command, cwd=cwd, environment={"PATH": str(place / "bin"), "CC": "false", "CXX": "false", "CMAKE_ARGS": ""})
+    found = {"PATH": str(place / "bin"), "CC": "false", "CXX": "false", "CMAKE_ARGS": ""}
+    _run(command, cwd=cwd, environment={**found, **environment})
 
 
 def _python(*arguments: str, **environment: str) -> None:
