@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from .. import env
 from ..errors import ConfigError, brief
-from ..files import replacing
 from ..policy.base import KeyShape, Pairs
 from ..policy.heads import as_heads, every_head
 from ..snapshot.fingerprint import ROPE, ModelFile
@@ -177,6 +176,8 @@ def heads_file(identity: str) -> Path:
 
 def save(calibration: Calibration, path: Path) -> None:
     """Write the file, as a whole or not at all."""
+    from ..files import replacing  # here: a model's heads are found once
+
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"kind": KIND, "version": VERSION, **asdict(calibration)}, indent=1)
     with replacing(path) as file:

@@ -18,8 +18,9 @@ from ..config import KVFlashConfig
 from ..errors import ConfigError, DecodeError, SnapshotError, UnsupportedModelError
 from ..gguf import purpose, reader
 from ..native import measure, vocabulary
+from ..policy.base import DRAFTER
 from ..policy.crosstok import TextReader, token_scores
-from ..policy.drafter import NAME, QUERY_ROWS, DrafterScorer, TargetReader, TokenReader
+from ..policy.drafter import QUERY_ROWS, DrafterScorer, TargetReader, TokenReader
 from ..policy.heads import boost_successors, every_head, softmax_max
 from ..sequence import restore
 from ..sequence.sidecar import Sidecar
@@ -62,7 +63,7 @@ def find(model: str | Path, asked: Path | None, *, serves: Callable[[Path], bool
                 if word in file.name.lower() and serves(file):
                     return file
     raise ConfigError(
-        f"the policy '{NAME}' needs a small model, and none was found beside {target.name}: give its path as "
+        f"the policy '{DRAFTER}' needs a small model, and none was found beside {target.name}: give its path as "
         f"kvflash_scorer (--kvflash-scorer), or put a GGUF file with 'drafter', 'draft' or 'scorer' in its name there"
     )
 
@@ -92,7 +93,7 @@ def of_policy(path: str, config: KVFlashConfig) -> Path | None:
 
     ConfigError if there is none, ConfigError or ConversionError if a file that was asked for is not one.
     """
-    if config.policy != NAME:
+    if config.policy != DRAFTER:
         return None
     found = find(path, config.scorer, serves=purpose.reads_alone)
     if config.scorer is not None:
@@ -100,9 +101,9 @@ def of_policy(path: str, config: KVFlashConfig) -> Path | None:
     return found
 
 
-def reserve_bytes(path: Path | None) -> int:
-    """Return the bytes of device memory to leave free for a drafter that will be loaded later; 0 for None."""
-    return 0 if path is None else path.stat().st_size + COMPUTE_BYTES
+def reserve_bytes(path: Path) -> int:
+    """Return the bytes of device memory to leave free for a small model that will be loaded later."""
+    return path.stat().st_size + COMPUTE_BYTES
 
 
 def make_scorer(

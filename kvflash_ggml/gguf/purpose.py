@@ -12,7 +12,6 @@ from pathlib import Path
 from ..errors import ConfigError, ConversionError, brief
 from . import heads, reader
 from .reader import FLOAT, GGUF, TEXT, Field, Tensor
-from .target import TRAINED_FOR
 
 _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 _BESIDE = (
@@ -427,6 +426,8 @@ def _projects(file: GGUF) -> bool:
 def _drafter(file: GGUF) -> ModelPart | None:
     architecture = file.architecture
     if architecture in _DRAFTERS:
+        from .target import TRAINED_FOR  # here: few files are drafters
+
         kind = file.get(TRAINED_FOR)
         target = f"the {brief(kind)} model" if isinstance(kind, str) else "the model"
         return ModelPart(_DRAFTERS[architecture], _BESIDE.format(f"{target} that it was trained for"), drafts=True)

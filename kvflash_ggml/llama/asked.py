@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from numbers import Integral, Real
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, KVFlashError, brief
+
+if TYPE_CHECKING:
+    import llama_cpp
 
 TEMPLATE = "<template>"
 """What Jinja calls the file of a template, in tracebacks."""
@@ -97,3 +101,15 @@ def _passes(trace: TracebackType | None, name: str) -> bool:
     while trace is not None and trace.tb_frame.f_code.co_filename != name:
         trace = trace.tb_next
     return trace is not None
+
+
+def embed_checked(embed: Callable[..., Any]) -> Callable[..., Any]:
+    """Return upstream's `Llama.embed`, with a ConfigError for an empty list."""
+
+    @wraps(embed)
+    def call(llm: llama_cpp.Llama, input: str | list[str], *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(input, str) and not len(input):
+            raise ConfigError(f"embed({input!r}): there is no text in it: give at least one")
+        return embed(llm, input, *args, **kwargs)
+
+    return call

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..arrays import address
 from ..config import MTP, NGRAM, KVFlashConfig, SpecConfig
-from ..drafter.model import COMPUTE_BYTES
 from ..native.engine import plane_bytes
-from ..speculation.draft import DraftStats
 
 if TYPE_CHECKING:
     import llama_cpp
     from llama_cpp._internals import LlamaModel
 
-    from ..speculation.base import Drafter, FeatureRows
     from ..speculation.find import Found
-    from ..speculation.loop import Speculator
 
 ROWS = 32
 """Rows of a step that verifies drafts, at most."""
@@ -73,29 +69,6 @@ def likely(config: KVFlashConfig, draft_model: object) -> DraftRoom:
     return DraftRoom(rows, 2 * rows if spec.tree else rows, (spec.width or spec.max_width or HYBRID_ROWS) - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Drafting:
-    """What was opened for one context: the drafters, what they are given of its compute, and rows of a step.
-
-    ends: the tokens that end a text, found once: llama.cpp is asked of each token of the vocabulary. total: what came
-    of all drafts, also of a `draft_model` that was set; on_pool: the same of those that the pool has verified.
-    """
-
-    drafters: Sequence[Drafter] = ()
-    features: FeatureRows | None = None
-    rows: int = ROWS
-    ends: frozenset[int] = frozenset()
-    total: DraftStats = field(default_factory=DraftStats)
-    on_pool: DraftStats = field(default_factory=DraftStats)
-
-    def after(self, speculator: Speculator) -> Drafting:
-        """Return this with what came of drafts, and without drafters that are not asked any more."""
-        drafters = [drafter for drafter in self.drafters if drafter in speculator.drafters]
-        nested = speculator.nested
-        on_pool = self.on_pool if nested is None else nested.total
-        return replace(self, drafters=drafters, total=speculator.total, on_pool=on_pool)
-
-
 def search(model: Path, config: KVFlashConfig) -> tuple[Found, ...]:
     """Find who is to draft, before anything is loaded. ConfigError; ConversionError for a file that does not fit."""
     spec = config.spec
@@ -114,4 +87,8 @@ def loads_head(found: Sequence[Found]) -> bool:
 def device_bytes(found: Sequence[Found]) -> int:
     """Estimate the device memory of drafting models: their weights, and what they compute with."""
     models = [one for one in found if one.type != NGRAM]
+    if not models:
+        return 0
+    from ..drafter.model import COMPUTE_BYTES
+
     return sum((one.file.stat().st_size if one.file is not None else 0) + COMPUTE_BYTES for one in models)

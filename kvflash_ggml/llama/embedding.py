@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -121,18 +120,6 @@ class Embedder:
                 f"no context of {params.n_ctx} tokens could be made for embeddings: lower --embedding-tokens"
             )
         return context
-
-
-def embed_checked(embed: Callable[..., Any]) -> Callable[..., Any]:
-    """Return upstream's `Llama.embed`, with a ConfigError for an empty list."""
-
-    @wraps(embed)
-    def call(llm: llama_cpp.Llama, input: str | list[str], *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(input, str) and not len(input):
-            raise ConfigError(f"embed({input!r}): there is no text in it: give at least one")
-        return embed(llm, input, *args, **kwargs)
-
-    return call
 
 
 def _bytes(needs: Iterable[Needs]) -> int:

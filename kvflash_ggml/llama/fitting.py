@@ -174,7 +174,7 @@ def beside(path: str, asked: ModelRequest) -> Beside:
     return Beside(
         query_rows=rows + (drafts.queries if rows else 0),
         exact=scorer if isinstance(scorer, Exact) else None,
-        reserved=drafter.reserve_bytes(small) + embeds + device_bytes(found) + images,
+        reserved=(0 if small is None else drafter.reserve_bytes(small)) + embeds + device_bytes(found) + images,
         planes=drafts.planes,
         head=loads_head(found),
     )

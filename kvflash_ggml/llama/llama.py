@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,23 +25,18 @@ from llama_cpp.llama_tokenizer import LlamaTokenizer
 from ..arrays import common_prefix, numbers
 from ..config import PrefixCache
 from ..errors import ConfigError, ConversionError, brief
-from ..native import remote as servers
 from ..native import vocabulary
 from ..notation import stop_texts
-from ..runtime.bias import with_bias
 from ..runtime.model import Closed, Model
 from ..runtime.samplers import chain, stock_chain
 from ..runtime.saving import Saver
 from ..runtime.task import Task, TaskRequest
 from ..runtime.text import Text
 from ..state.session import SessionState
-from . import asked, embedding, parameters, stock
+from . import asked, parameters, stock
 from .call_lock import CallLock, changing, locked, writing
-from .chatting import PARAMETERS, Chatting, formatted
 from .context import Batch, check_adapter
 from .opening import Opening
-from .preview import Previews, previewed
-from .stats import PoolStats
 from .stock import Stock
 from .tokenizer import IncrementalTokenizer, WholeTokenizer, check_tokens
 
@@ -50,8 +47,12 @@ if TYPE_CHECKING:
     from ..placement.sizes import Placement
     from ..sampling import Samplers
     from .keywords import Keywords
+    from .preview import Previews
+    from .stats import PoolStats
 
 logger = logging.getLogger("kvflash_ggml")
+
+Tokens = Generator[int, Sequence[int] | None, None]
 
 HALVINGS = 2
 """How often a pool that "auto" has sized gets half as large where no context can be made with it."""
@@ -78,6 +79,23 @@ def _of_text(name: str, doc: str) -> Any:
     return property(
         lambda llm: getattr(llm._at_hand, name), lambda llm, value: setattr(llm._at_hand, name, value), doc=doc
     )
+
+
+def _previewed(generate: Callable[..., Tokens]) -> Callable[..., Tokens]:
+    """Decorate `Llama.generate`: a preview answers long prompts where the model is to make them."""
+    parameters = inspect.signature(generate)
+
+    @wraps(generate)
+    def call(self: Llama, *args: Any, **kwargs: Any) -> Tokens:
+        if self._previews is None:
+            return generate(self, *args, **kwargs)
+        bound = parameters.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        settings = dict(bound.arguments)
+        llm, tokens, reset = settings.pop("self"), settings.pop("tokens"), settings.pop("reset")
+        return self._previews.answer(partial(generate, llm), tokens, reset, settings)
+
+    return call
 
 
 class Llama(llama_cpp.Llama):
@@ -154,10 +172,10 @@ class Llama(llama_cpp.Llama):
         """Load the model and make its pool."""
         opening = self._opening
         request, settings = opening.request, opening.request.upstream
-        with servers.connected(opening.endpoints):
+        with opening.connected():
             opening.place()
             self._load()
-            self._stack.enter_context(servers.connected(opening.endpoints))
+            self._stack.enter_context(opening.connected())
         self._own_format = "" if settings.get("chat_format") or settings.get("chat_handler") else self.chat_format
         self._logits_all = opening.logits_all  # upstream asks it where there is no pool
         self._batch.close()  # it has room for n_ctx sequences a token: gigabytes of address space at long contexts
@@ -169,6 +187,8 @@ class Llama(llama_cpp.Llama):
         if opening.config is not None:
             self._ctx = opening.open_pool(self, self._saver)
             if opening.config.reading == "preview":
+                from .preview import Previews
+
                 self._previews = Previews(self, self._saver, opening.config.preview_share)
         if request.cache is not None:
             self.set_cache(request.cache)
@@ -266,7 +286,7 @@ class Llama(llama_cpp.Llama):
         idx = kwargs.pop("idx", None)
         return self._at_hand.sample(self.n_tokens - 1 if idx is None else idx, *args, **kwargs)
 
-    embed = changing(embedding.embed_checked(llama_cpp.Llama.embed))
+    embed = changing(asked.embed_checked(llama_cpp.Llama.embed))
 
     def _init_sampler(self, *, text: Any = None, **settings: Any) -> Any:  # type: ignore[override]
         grammar, samplers, processor = settings.pop("grammar", None), self.kvflash_samplers, "logits_processor"
@@ -278,7 +298,7 @@ class Llama(llama_cpp.Llama):
         return chain(self._at_hand, samplers, prompt, grammar=grammar, processor=settings.get(processor))
 
     @writing
-    @previewed
+    @_previewed
     def generate(
         self,
         tokens: Sequence[int],
@@ -452,7 +472,7 @@ class Llama(llama_cpp.Llama):
     def draft_model(self, model: Any) -> None:
         self._draft_model, text, opening = model, self._at_hand, self._opening
         if text.sequence is not None:
-            if text.speculator is not None:
+            if text.speculator is not None and opening.drafting is not None:
                 opening.drafting = opening.drafting.after(text.speculator)
             opening.open_speculator(text, model)
 
@@ -467,6 +487,8 @@ class Llama(llama_cpp.Llama):
         `response_format` has one more type than upstream's, OpenAI's "json_schema". ConfigError for messages that the
         template refuses, a `tool_choice` that names no tool, and a schema or grammar that cannot be used.
         """
+        from .chatting import Chatting, formatted
+
         given = formatted(args, settings)
         if "stop" in given:
             given["stop"] = stop_texts(given["stop"])
@@ -491,7 +513,7 @@ class Llama(llama_cpp.Llama):
             return np.concatenate((rows[:1], rows))
         return rows
 
-    create_chat_completion.__signature__ = PARAMETERS  # type: ignore[attr-defined]
+    create_chat_completion.__signature__ = inspect.signature(llama_cpp.Llama.create_chat_completion)  # type: ignore[attr-defined]
 
     def _create_completion(  # type: ignore[override]  # the keywords between are upstream's and only passed on
         self,
@@ -504,6 +526,8 @@ class Llama(llama_cpp.Llama):
     ) -> Iterator[Any]:
         asked.check({"prompt": prompt, "logits_processor": logits_processor, **kwargs})
         if logit_bias:
+            from ..runtime.bias import with_bias  # here, as below: few calls ask for it
+
             logits_processor = with_bias(logits_processor, logit_bias, self.n_vocab())
         if self._previews is not None:
             kwargs["stopping_criteria"] = self._previews.criteria(kwargs.get("stopping_criteria"))

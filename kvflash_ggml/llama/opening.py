@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -11,27 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 
-from .. import policy, remote
+from .. import policy
 from ..arrays import address
-from ..calibration.finder import open_finder
 from ..config import KVFlashConfig
 from ..constants import POOL_STEP, SPEED_CAP, round_up
-from ..drafter import model as drafter
 from ..errors import ConfigError
 from ..native import engine as native
 from ..native import library
-from ..native import remote as servers
 from ..placement import devices, memory, sizing
 from ..placement.sizing import PoolSize, with_steps
-from ..policy.base import Scorer
+from ..policy.base import DRAFTER, Scorer
 from ..runtime.saving import Saver
 from ..runtime.text import Text
 from ..sequence.pool import Pool
-from ..sequence.sequence import Sequence
+from ..sequence.sequence import Sequence as Pooled
 from ..snapshot import fingerprint
-from . import embedding
 from .context import PagedContext, take_closing
-from .drafting import Drafting, DraftRoom, device_bytes, loads_head, room, search
+from .drafting import DraftRoom, device_bytes, loads_head, room, search
 from .parameters import UPSTREAM_PARAMETERS, ModelRequest
 from .reading import open_sequence
 from .stats import PoolStats
@@ -41,8 +38,10 @@ if TYPE_CHECKING:
 
     from ..native.devices import ModelArrays
     from ..placement.sizes import Placement
+    from ..remote import Endpoint
     from ..speculation.find import Found
     from ..speculation.loop import Speculator
+    from .speculating import Drafting
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -58,7 +57,7 @@ class Opening:
     before the weights were loaded.
 
     room, size: what drafts need, and the pool, once it is sized. halvings: how often an "auto" pool was too large.
-    drafting: the drafters of the pool.
+    drafting: the drafters of the pool; None while there are none.
     """
 
     def __init__(self, path: str, request: ModelRequest, *, installed: bool) -> None:
@@ -72,14 +71,21 @@ class Opening:
         self._drafter: Path | None = None
         self._found: tuple[Found, ...] = ()
         if config is not None:
-            self._drafter = drafter.of_policy(path, config)
-            if config.scorer is not None:
-                drafter.check(config.scorer)
+            if config.policy == DRAFTER or config.scorer is not None:
+                from ..drafter import model as drafter  # here, as below: few pools ask a small model
+
+                self._drafter = drafter.of_policy(path, config)
+                if config.scorer is not None:
+                    drafter.check(config.scorer)
             if self._drafter is None:
                 self._scorer = policy.resolve(config.policy)
             self._found = search(Path(path), config)
-        self.endpoints = remote.find_all(request.rpc, trust=request.rpc_trust)
-        if not self.endpoints:
+        self.endpoints: Sequence[Endpoint] = ()
+        if request.rpc:
+            from .. import remote  # here, as below: few use the devices of servers
+
+            self.endpoints = remote.find_all(request.rpc, trust=request.rpc_trust)
+        else:
             library.ensure_gpu_offload(request.upstream.get("n_gpu_layers", 0), installed=installed)
         self.placement: Placement | None = None
         if request.fit is not None or request.is_long:
@@ -87,7 +93,7 @@ class Opening:
 
             fitting.check_full_cache(path, request)
         if request.fit is not None:
-            with servers.connected(self.endpoints):
+            with self.connected():
                 request, self.placement = fitting.fit(path, request, fitting.beside(path, request), self.endpoints)
         if request.config is not None and request.upstream.get("n_gpu_layers", 0) != 0 and not self.endpoints:
             from . import fitting
@@ -101,9 +107,18 @@ class Opening:
         self._steps = {name: settings.get(name, UPSTREAM_PARAMETERS[name].default) for name in ("n_batch", "n_ubatch")}
         self._arrays: ModelArrays | None = None
         self.free: dict[str, int] = {}
-        self.room, self.drafting = DraftRoom(), Drafting()
+        self.room = DraftRoom()
+        self.drafting: Drafting | None = None
         self.size: PoolSize | None = None
         self.halvings = 0
+
+    def connected(self) -> AbstractContextManager[None]:
+        """Return a context manager in which the devices of the servers can be used."""
+        if not self.endpoints:
+            return nullcontext()
+        from ..native import remote
+
+        return remote.connected(self.endpoints)
 
     def place(self) -> None:
         """Decide which devices hold what. The servers are connected."""
@@ -148,7 +163,15 @@ class Opening:
     def _sized(
         self, config: KVFlashConfig, model: LlamaModel, params: llama_cpp.llama_context_params, *, mapped: bool
     ) -> PoolSize:
-        others = embedding.reserve_bytes(address(model.model), params, config)
+        others = device_bytes(self._found) + self.room.kept_bytes
+        if config.embedding:
+            from . import embedding
+
+            others += embedding.reserve_bytes(address(model.model), params, config)
+        if self._drafter is not None:
+            from ..drafter import model as drafter
+
+            others += drafter.reserve_bytes(self._drafter)
         if self._projector is not None:
             from . import vision
 
@@ -158,7 +181,7 @@ class Opening:
             model,
             with_steps(model, params, **self._steps),
             query_rows=self._query_rows(params),
-            reserved=drafter.reserve_bytes(self._drafter) + others + device_bytes(self._found) + self.room.kept_bytes,
+            reserved=others,
             mapped=mapped,
             before=self.free,
         )
@@ -207,6 +230,8 @@ class Opening:
         model = text.model
         context, stack, n_ubatch = model.context, model.context._exit_stack, model.n_ubatch
         if self._drafter is not None:
+            from ..drafter import model as drafter
+
             idle = size.slots - 2 * n_ubatch
             self._scorer = drafter.make_scorer(
                 self._drafter, model.weights, llm.model_params, llm.context_params, n_ctx=model.n_ctx, idle=idle
@@ -233,6 +258,8 @@ class Opening:
         sequence = open_sequence(model, config, pool, self._scorer)
         self._open_text(saver, sequence)
         self.open_speculator(saver.text, llm.draft_model)
+        from ..calibration.finder import open_finder  # here: a Llama without a pool has no heads to find
+
         model.finder = open_finder(llm, model.weights, sequence, self._scorer)
         if model.finder is not None:
             stack.callback(model.finder.close)
@@ -251,11 +278,12 @@ class Opening:
     def open_speculator(self, text: Text, draft_model: Any, first: Speculator | None = None) -> None:
         """Let a text have what drafts for it. draft_model, first: as in `speculating.make_speculator`."""
         assert self.config is not None
-        made, drafting = None, self.drafting
-        if draft_model is not None or drafting.drafters or first is not None or self.config.answer == "lossless":
-            from .speculating import make_speculator
+        made, opened = None, self.drafting is not None and len(self.drafting.drafters) > 0
+        if draft_model is not None or opened or first is not None or self.config.answer == "lossless":
+            from .speculating import Drafting, make_speculator
 
-            made = make_speculator(draft_model, text, self.config, drafting, first)
+            self.drafting = self.drafting or Drafting()
+            made = make_speculator(draft_model, text, self.config, self.drafting, first)
         text.speculator = text.pooled.follower = made
 
     def texts(self, draft_model: Any) -> list[tuple[Saver, PoolStats]]:
@@ -289,7 +317,7 @@ class Opening:
             saver.use(first.prefixes.cache)
         return saver
 
-    def _open_text(self, saver: Saver, sequence: Sequence) -> None:
+    def _open_text(self, saver: Saver, sequence: Pooled) -> None:
         """Let a text have the memory of a sequence."""
         saver.text.sequence, context = sequence, saver.text.model.context
         # with the context's own, which a garbage collector may close before it closes this

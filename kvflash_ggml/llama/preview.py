@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -174,21 +173,3 @@ class Previews:
 def refuse(what: str) -> None:
     """Raise ConfigError for what a preview does not serve."""
     raise ConfigError(f"reading='preview' reads a part of a prompt, and {what} need all of it: use 'auto'")
-
-
-def previewed(generate: Make) -> Make:
-    """Decorate `Llama.generate`: long prompts are answered by a preview where the model is to make them."""
-    parameters = inspect.signature(generate)
-
-    @wraps(generate)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Tokens:
-        if self._previews is None:
-            return generate(self, *args, **kwargs)
-        bound = parameters.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        settings = dict(bound.arguments)
-        llm, tokens, reset = settings.pop("self"), settings.pop("tokens"), settings.pop("reset")
-        made: Tokens = self._previews.answer(partial(generate, llm), tokens, reset, settings)
-        return made
-
-    return call

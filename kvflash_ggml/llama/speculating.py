@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +22,12 @@ from ..speculation.base import Callback, Drafter, FeatureRows, Target
 from ..speculation.chained import Eagle3, Mtp, Small
 from ..speculation.decision import WIDTHS, Controller, Controls, Fixed
 from ..speculation.dflash import DFlash
+from ..speculation.draft import DraftStats
 from ..speculation.find import Found
 from ..speculation.guarded import GuardedDrafter
 from ..speculation.loop import Speculator
 from ..speculation.ngram import NGram
-from .drafting import Drafting
+from .drafting import ROWS
 
 if TYPE_CHECKING:
     from ..runtime.text import Text
@@ -41,6 +43,29 @@ pool decides as all of the text does at nine places of ten, in small models alre
 
 BRANCHES = 4
 """Tokens of a tree that may follow another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """What was opened for one context: the drafters, what they are given of its compute, and rows of a step.
+
+    ends: the tokens that end a text, found once: llama.cpp is asked of each token of the vocabulary. total: what came
+    of all drafts, also of a `draft_model` that was set; on_pool: the same of those that the pool has verified.
+    """
+
+    drafters: Sequence[Drafter] = ()
+    features: FeatureRows | None = None
+    rows: int = ROWS
+    ends: frozenset[int] = frozenset()
+    total: DraftStats = field(default_factory=DraftStats)
+    on_pool: DraftStats = field(default_factory=DraftStats)
+
+    def after(self, speculator: Speculator) -> Drafting:
+        """Return this with what came of drafts, and without drafters that are not asked any more."""
+        drafters = [drafter for drafter in self.drafters if drafter in speculator.drafters]
+        nested = speculator.nested
+        on_pool = self.on_pool if nested is None else nested.total
+        return replace(self, drafters=drafters, total=speculator.total, on_pool=on_pool)
 
 
 def open_drafting(

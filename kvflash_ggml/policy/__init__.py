@@ -1,4 +1,4 @@
-"""Which chunks stay resident: one policy a file. Importing the package registers its own; no native library is needed.
+"""Which chunks stay resident: one policy a file, imported when somebody asks for it; no native library is needed.
 
 Another distribution adds a policy by an entry point of the group `kvflash_ggml.policies`. The entry point has the name
 of the policy, and names a module that registers it when imported.
@@ -6,11 +6,15 @@ of the policy, and names a module that registers it when imported.
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from ..errors import ConfigError
-from . import drafter, qk  # noqa: F401 (registers)
-from .base import LRU, REGISTRY, Exact, Scorer
+from .base import DRAFTER, LRU, REGISTRY, Exact, Scorer
 
 __all__ = ["check", "names", "resolve"]
+
+OWN = ("qk", DRAFTER)
+"""The policies of this package: each is a module of its name."""
 
 PLUGINS = "kvflash_ggml.policies"
 """The group of entry points."""
@@ -18,12 +22,14 @@ PLUGINS = "kvflash_ggml.policies"
 
 def names() -> list[str]:
     """Return the policies of this package, and all that were registered since."""
-    return [LRU, *REGISTRY]
+    return [*dict.fromkeys((LRU, *OWN, *REGISTRY))]
 
 
 def check(policy: str) -> None:
-    """Import the plugin of this name, unless `names()` has it. ConfigError if there is none."""
-    if policy not in names():
+    """Import the policy of this name, unless it is registered. ConfigError if there is none."""
+    if policy in OWN:
+        import_module(f"{__name__}.{policy}")
+    elif policy not in names():
         from importlib.metadata import entry_points  # here, since it brings the email package
 
         for point in entry_points(group=PLUGINS, name=policy):

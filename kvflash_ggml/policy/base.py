@@ -15,6 +15,9 @@ from ..state.session import DrafterState, Row, RowForm
 LRU = "lru"
 """The policy without a scorer: the chunks that were written or recalled last stay. The baseline."""
 
+DRAFTER = "drafter"
+"""The policy that asks a small model beside the target."""
+
 Pairs = npt.NDArray[np.int32]
 """Shape [n, 2], sorted: the index of a pooled layer, and of a query head in it, or of a KV head (a unit)."""
 

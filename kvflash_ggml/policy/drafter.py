@@ -17,12 +17,10 @@ from ..arrays import Floats, Int32s, common_prefix
 from ..constants import CHUNK, round_up
 from ..errors import ConfigError, KVFlashError, SnapshotError
 from ..state.session import DrafterState, RowForm, SessionState, TokenAlignment
-from .base import Keys, Rows, Scorer, ScoreRequest, register
+from .base import DRAFTER, Keys, Rows, Scorer, ScoreRequest, register
 
 logger = logging.getLogger("kvflash_ggml")
 
-
-NAME = "drafter"
 
 QUERY_ROWS = 8
 """The newest tokens, whose attention counts. After a cut they are read again, since older queries are not kept."""
@@ -211,7 +209,7 @@ class DrafterScorer:
     A text that was reset is scored as by a new scorer.
     """
 
-    name = NAME
+    name = DRAFTER
     query_rows = 0
     overhead = 0.15
     index_bytes = 0
@@ -317,6 +315,6 @@ class DrafterScorer:
             reader.close()
 
 
-@register(NAME)
+@register(DRAFTER)
 def default() -> Scorer:
     raise ConfigError("the policy 'drafter' needs a model file and the target's tokenizer: ask for it through Llama")

@@ -14,8 +14,6 @@ from llama_cpp._internals import LlamaSampler
 from llama_cpp.llama_grammar import LlamaGrammar
 
 from ..errors import ConfigError, brief
-from ..native import chat
-from .bias import without_end
 
 if TYPE_CHECKING:
     from ..chat.values import Grammar
@@ -37,6 +35,8 @@ def sampler_of(vocab: int, grammar: Grammar) -> Any:
         raise ConfigError(f"the grammar is no text that can be written as UTF-8: {err.reason}") from None
     if not grammar.text:
         raise ConfigError("the grammar is empty: it needs a rule 'root'")  # llama.cpp would hold to nothing
+    from ..native import chat  # here: most answers have no grammar
+
     try:
         made = chat.sampler(vocab, grammar.as_asked())
     except ConfigError as err:
@@ -80,6 +80,8 @@ def chain(
     """
     model = text.model
     if asked.min_tokens:
+        from .bias import without_end
+
         processor = without_end(processor, model.weights, len(prompt) + asked.min_tokens)
     made = LlamaSampler()
     if processor is not None:

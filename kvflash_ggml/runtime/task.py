@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import Int32s
@@ -14,45 +14,17 @@ from ..logs import Progress
 from ..sequence import prefill, together
 from ..sequence.sequence import Sequence
 from ..sequence.step import EVERY, LAST, Step
-from ..speculation.draft import ROOT, Draft, chain
-from ..speculation.tree import Rows
-from ..speculation.tree import rows as arranged
 from .hints import SharedCores
 from .saving import Saver
 from .text import OnLogits
 
 if TYPE_CHECKING:
-    from ..speculation.loop import Speculator
+    from ..speculation.draft import Draft
+    from ..speculation.loop import Speculator, Verified
 
 Stopping = Callable[[Any, Any], bool]
 Pieces = Generator["Pending | None"]
 """Steps to be computed, and None where steps of other requests may come."""
-
-
-@dataclass(slots=True)
-class Verified:
-    """A draft whose rows one step verifies. node: the newest accepted one. path: all accepted ones, in order.
-
-    filled: there is no draft, and copies of the root only fill a step, see `Task.level`. picks: the
-    likeliest token after each row, where nothing else decides. child: the draft's node for the token that was drawn
-    last; None where the draft was wrong.
-    """
-
-    draft: Draft
-    rows: Rows
-    speculator: Speculator
-    filled: bool = False
-    node: int = ROOT
-    path: list[int] = field(default_factory=list)
-    picks: list[int] | None = None
-    child: int | None = None
-
-    def end(self) -> None:
-        """Tell the speculator which rows of the draft were accepted."""
-        if self.filled:
-            self.speculator.plain(len(self.rows), len(self.path))
-        else:
-            self.speculator.verified(self.path, len(self.rows), stopped=self.child is not None)
 
 
 @dataclass(slots=True)
@@ -363,18 +335,16 @@ class Task:
         speculator = text.speculator
         if speculator is None or rows > min(sequence.room_ahead, sequence.engine.info.rs_planes + 1):
             return False
-        root, draft = int(pending.step.tokens[0]), chain([], "") if verified is None else verified.draft
-        draft = draft.first(rows - 1).padded(rows - 1, root)
+        levelled = speculator.levelled(int(pending.step.tokens[0]), verified, rows)
         try:
-            step = sequence.prepare_drafts(arranged(root, draft).tokens, None)
+            step = sequence.prepare_drafts(levelled.rows.tokens, None)
         except KVFlashError:
             return False
         if step.view is not None:  # one token fits the pool as it lies; more rows evict a chunk
             return False
         if verified is not None:
             speculator.cut(rows - 1)
-        filled = verified is None or verified.filled or rows == 1
-        self._verified = pending.verified = Verified(draft, arranged(root, draft), speculator, filled)
+        self._verified = pending.verified = levelled
         pending.step = step
         return True
 
@@ -433,13 +403,12 @@ class Task:
     def _prepare_draft(self, speculator: Speculator, token: int, draft: Draft) -> Step | prefill.Pieces:
         """Prepare the step of a token and the draft after it, or to read the token alone."""
         text, sequence = self._text, self._text.pooled
-        rows = arranged(token, draft)
-        self._verified = Verified(draft, rows, speculator)
+        self._verified = verified = speculator.arranged(token, draft)
         try:
             text.catch_up()
-            return sequence.prepare_drafts(rows.tokens, None if draft.is_chain else rows.branches)
+            return sequence.prepare_drafts(verified.rows.tokens, None if draft.is_chain else verified.rows.branches)
         except KVFlashError as err:
-            return self._refuse(self._verified, err)
+            return self._refuse(verified, err)
 
     def _refuse(self, verified: Verified, why: KVFlashError) -> prefill.Pieces:
         """Return how to read the root of a draft alone, since the draft cannot be verified."""

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SnapshotError
-from ..files import replacing
 from ..sequence.sequence import Sequence
 from ..state.session import SessionState
 from ..threads import held_back
-from . import codec, format
-from .container import BytesSource, Container, ContainerSource, FileSource
 from .fingerprint import Fingerprint
 
 logger = logging.getLogger("kvflash_ggml")
 
 
 class SnapshotStore:
-    """Saves and loads a session. fingerprint: of the model, called when first needed. n_vocab: bounds tokens."""
+    """Saves and loads a session. fingerprint: of the model, called when first needed. n_vocab: bounds tokens.
+
+    What writes and reads files is imported then: most texts are never saved.
+    """
 
     def __init__(self, session: Sequence, *, fingerprint: Callable[[], Fingerprint], n_vocab: int) -> None:
         self._session = session
@@ -61,6 +61,8 @@ class SnapshotStore:
                     f"writes is in the other one: make the Llama here, or write what save_state returns"
                 )
             if compress:
+                from . import codec
+
                 codec.require()
             place = _place(path)
             return self._writer.submit(self._write, saved, place, self.fingerprint, self.settings, compress, sync)
@@ -72,6 +74,9 @@ class SnapshotStore:
         self, saved: SessionState, path: Path, fingerprint: Fingerprint, settings: dict[str, Any], compress: bool,
         sync: bool,
     ) -> int:  # fmt: skip
+        from ..files import replacing
+        from . import format
+
         try:
             with replacing(path, sync=sync) as file:
                 format.write(saved, file, fingerprint, settings, compress=compress)
@@ -86,6 +91,8 @@ class SnapshotStore:
 
     def dump(self, saved: SessionState) -> bytes:
         """Return the bytes of a snapshot. Takes over `saved`."""
+        from . import format
+
         stream = BytesIO()
         try:
             format.write(saved, stream, self.fingerprint, self.settings)
@@ -95,6 +102,9 @@ class SnapshotStore:
 
     def load(self, source: Path | bytes) -> SessionState:
         """Open a snapshot. Page images stay in the file until they are needed. The caller releases the result."""
+        from . import format
+        from .container import BytesSource, Container, ContainerSource, FileSource
+
         opened: ContainerSource = BytesSource(source) if isinstance(source, bytes) else FileSource(source)
         container = Container(opened)
         saved = format.read(container, self.fingerprint, self._session.paging.heap, self._session.limits(self._n_vocab))

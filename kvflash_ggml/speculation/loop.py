@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..arrays import Floats, Int32s
@@ -14,7 +15,7 @@ from ..state.session import SavedDraft
 from . import tree
 from .base import Drafter, FeatureRows
 from .decision import Controls
-from .draft import Draft, DraftStats
+from .draft import ROOT, Draft, DraftStats, chain
 from .guarded import MAX_BAD, GuardedDrafter
 
 ANOTHER = "drafting for another text"
@@ -244,6 +245,19 @@ class Speculator:
             self._beside = max(self._beside, beside)
             self._running = self._clock()
 
+    def arranged(self, root: int, draft: Draft) -> Verified:
+        """Return a draft after the token `root` as the rows of a step."""
+        return Verified(draft, tree.rows(root, draft), self)
+
+    def levelled(self, root: int, verified: Verified | None, rows: int) -> Verified:
+        """Return a draft with `rows` rows, the root's among them: it is cut, or copies of the root fill it up.
+
+        verified: None where nothing was drafted.
+        """
+        draft = (chain([], "") if verified is None else verified.draft).first(rows - 1).padded(rows - 1, root)
+        filled = verified is None or verified.filled or rows == 1
+        return Verified(draft, tree.rows(root, draft), self, filled)
+
     def cut(self, count: int) -> None:
         """Verify at most `count` tokens of the draft that `propose` has returned."""
         self._draft = None if self._draft is None else self._draft.first(count)
@@ -362,6 +376,32 @@ class Speculator:
         for one in self._awake:
             if one.drafter.wants and one.gets_rows and len(tokens):
                 one.observe(start, tokens, (self._features, rows))
+
+
+@dataclass(slots=True)
+class Verified:
+    """A draft whose rows one step verifies. node: the newest accepted one. path: all accepted ones, in order.
+
+    filled: there is no draft, and copies of the root only fill a step, see `Speculator.levelled`. picks: the
+    likeliest token after each row, where nothing else decides. child: the draft's node for the token that was drawn
+    last; None where the draft was wrong.
+    """
+
+    draft: Draft
+    rows: tree.Rows
+    speculator: Speculator
+    filled: bool = False
+    node: int = ROOT
+    path: list[int] = field(default_factory=list)
+    picks: list[int] | None = None
+    child: int | None = None
+
+    def end(self) -> None:
+        """Tell the speculator which rows of the draft were accepted."""
+        if self.filled:
+            self.speculator.plain(len(self.rows), len(self.path))
+        else:
+            self.speculator.verified(self.path, len(self.rows), stopped=self.child is not None)
 
 
 class SpecStats:

@@ -23,9 +23,7 @@ from kvflash_ggml.sequence.reading import Reading
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.sequence.step import LAST
 from kvflash_ggml.speculation.decision import Fixed
-from kvflash_ggml.speculation.draft import chain
 from kvflash_ggml.speculation.loop import Speculator
-from kvflash_ggml.speculation.tree import rows as arranged
 
 SHARE = 8 * CHUNK
 N_CTX = 40 * CHUNK
@@ -396,7 +394,7 @@ def test_an_interrupt_while_chunks_leave_loses_nothing(monkeypatch: pytest.Monke
 
 def test_a_text_is_not_levelled_into_a_step_that_streams() -> None:
     """Its token fits the pool. As many rows as another text's draft evict a chunk, and stream in an exact answer."""
-    from kvflash_ggml.runtime.task import Pending, Task, TaskRequest, Verified
+    from kvflash_ggml.runtime.task import Pending, Task, TaskRequest
 
     engine, pool, texts = on_one_pool(2, rs_planes=3)
     pool.make_stages(2 * SHARE)
@@ -421,8 +419,9 @@ def test_a_text_is_not_levelled_into_a_step_that_streams() -> None:
     check(engine, texts)
     assert texts[0].length == SHARE - 1
     speculator.propose(texts[1], 5)
-    copies = chain([5, 5, 5], "")
-    Verified(copies, arranged(5, copies), speculator, filled=True, path=[0, 1]).end()
+    copies = speculator.levelled(5, None, 4)
+    copies.path += [0, 1]
+    copies.end()
     assert speculator.last.filled == 2, "tokens that copies have won are counted"
 
 
