@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvflash_ggml.arrays import Int32s
     from kvflash_ggml.llama.llama import Llama
+    from kvflash_ggml.native.engine import PagedEngine
     from kvflash_ggml.runtime.text import Text
     from kvflash_ggml.sequence.sequence import Sequence
     from kvflash_ggml.speculation.draft import Draft
@@ -42,6 +43,26 @@ def wait(llm: Llama) -> None:
 def likeliest(llm: Llama) -> int:
     """The token with the largest logit after the newest one."""
     return int(paged(llm).engine.argmax([-1])[0])
+
+
+def decode_seconds(engine: PagedEngine) -> float:
+    """Time spent inside llama_decode since the engine was made."""
+    from kvflash_ggml.native._kvf import lib
+
+    return float(lib.kvf_decode_ns(engine._engine)) * 1e-9
+
+
+def plain_copy(engine: PagedEngine, size: int, *, to_device: bool, device: int = 0) -> float:
+    """Measure the seconds of one plain copy of `size` bytes between page-locked memory and a device.
+
+    device: index in `info.devices`.
+    """
+    from kvflash_ggml.native._kvf import ffi, lib
+
+    from kvflash_ggml.native.status import value
+
+    seconds = ffi.new("double *")
+    return float(value(lib.kvf_bench_copy(engine._engine, device, size, to_device, seconds), seconds))
 
 
 def step(llm: Llama, tokens: Int32s, outputs: Any, *, stream: bool) -> None:

@@ -12,7 +12,7 @@ from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.native.engine import PagedEngine
 
 from . import report
-from .inside import paged
+from .inside import paged, plain_copy
 from .opening import opened
 from .plans import Paging
 
@@ -73,7 +73,7 @@ def measure_lanes(engine: PagedEngine, counts: tuple[int, ...], *, repeats: int 
 
 def _plain(engine: PagedEngine, size: int, direction: str, repeats: int, *, device: int) -> float:
     """Bytes a second, in GiB."""
-    took = [engine.plain_copy(size, to_device=direction == "in", device=device) for _ in range(repeats)]
+    took = [plain_copy(engine, size, to_device=direction == "in", device=device) for _ in range(repeats)]
     return size / float(np.median(took)) / 2**30
 
 
@@ -98,7 +98,9 @@ def measure(engine: PagedEngine, counts: tuple[int, ...], *, repeats: int = 5, s
                     engine.wait(move(where, what))
                     took.append(time.perf_counter() - began)
                 seconds = float(np.median(took[1:]))
-                plain = float(np.median([engine.plain_copy(size, to_device=direction == "in") for _ in range(repeats)]))
+                plain = float(
+                    np.median([plain_copy(engine, size, to_device=direction == "in") for _ in range(repeats)])
+                )
                 out.append(
                     Transfer(
                         direction=direction,

@@ -15,7 +15,7 @@ from kvflash_ggml.arrays import address
 from kvflash_ggml.policy.qk import QKScorer
 
 from . import report
-from .inside import device_of, paged, session_of, step
+from .inside import device_of, paged, plain_copy, session_of, step
 from .opening import opened
 from .plans import Streaming
 
@@ -94,7 +94,9 @@ def _point(llm: Llama, arm: str, text: npt.NDArray[np.int32], depth: int, second
     copied = 0.0
     if session is not None and arm == "exact":
         size = depth * session.engine.info.page_bytes // 64
-        copied = float(np.median([session.engine.plain_copy(COPIED, to_device=True) for _ in range(5)])) * size / COPIED
+        copied = (
+            float(np.median([plain_copy(session.engine, COPIED, to_device=True) for _ in range(5)])) * size / COPIED
+        )
     return Point(
         arm=arm,
         depth=depth,

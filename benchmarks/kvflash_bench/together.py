@@ -19,6 +19,7 @@ from kvflash_ggml.sequence.step import LAST
 
 from . import serving
 from .asks import Ask, Case
+from .inside import decode_seconds
 from .opening import opened
 from .outcomes import Plan as Trials
 from .recall import MAX_NEW, TAIL_ROOM, cases, prompt_tokens, tail_tokens
@@ -137,9 +138,9 @@ def _timed(found: Sequence[Opened], steps: Sequence[Sequence[int]]) -> Pace:
     engine, page_ins, looks = texts[0].engine, _page_ins(texts), _look_seconds(texts)
     began = time.perf_counter()
     for tokens in steps[WARM:]:
-        inside, start = engine.decode_seconds, time.perf_counter()
+        inside, start = decode_seconds(engine), time.perf_counter()
         step(found, tokens)
-        outside.append(time.perf_counter() - start - (engine.decode_seconds - inside))
+        outside.append(time.perf_counter() - start - (decode_seconds(engine) - inside))
     wall, decode = time.perf_counter() - began, len(steps) - WARM
     return Pace(
         tps=len(found) * decode / wall,

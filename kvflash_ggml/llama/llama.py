@@ -37,6 +37,7 @@ from . import asked, parameters, stock
 from .call_lock import CallLock, changing, locked, writing
 from .context import Batch, check_adapter
 from .opening import Opening
+from .stats import PoolStats
 from .stock import Stock
 from .tokenizer import IncrementalTokenizer, WholeTokenizer, check_tokens
 
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from ..sampling import Samplers
     from .keywords import Keywords
     from .preview import Previews
-    from .stats import PoolStats
 
 logger = logging.getLogger("kvflash_ggml")
 

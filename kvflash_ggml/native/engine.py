@@ -205,11 +205,6 @@ class PagedEngine:
     def synchronize(self) -> None:
         lib.kvf_synchronize(self._engine)
 
-    @property
-    def decode_seconds(self) -> float:
-        """Time spent inside llama_decode since the engine was made."""
-        return float(lib.kvf_decode_ns(self._engine)) * 1e-9
-
     # --- what drafters are given
 
     def open_features(self, layers: Sequence[int], *, nextn: bool = False) -> int:
@@ -431,12 +426,6 @@ class PagedEngine:
         data = ffi.from_buffer("float[]", out, require_writable=True)
         return int(value(lib.kvf_masses_read(self._engine, data, out.size, ticket), ticket))
 
-    def masses_bytes(self, device: int) -> int:
-        """Return the bytes that masses take of a device by now, by its index in `info.devices`. The next masses reuse
-        them.
-        """
-        return int(lib.kvf_masses_bytes(self._engine, device))
-
     # --- scoring on the host: beside a decode, on any thread
 
     def keys(self, page: npt.NDArray[np.uint8]) -> list[Floats]:
@@ -531,14 +520,10 @@ class PagedEngine:
         """Raise DeviceLost if a server of its devices does not answer any more."""
         check(lib.kvf_check_lost(self._engine))
 
-    def plain_copy(self, size: int, *, to_device: bool, device: int = 0) -> float:
-        """Measure the seconds of one plain copy of `size` bytes between page-locked memory and a device, for
-        benchmarks.
-
-        device: index in `info.devices`.
-        """
-        seconds = ffi.new("double *")
-        return float(value(lib.kvf_bench_copy(self._engine, device, size, to_device, seconds), seconds))
+    def check_open(self) -> None:
+        """Raise KVFlashError if the engine is closed."""
+        if self.closed:
+            raise KVFlashError(CLOSED)
 
     def close(self) -> None:
         """Wait for all work and free the engine. The context stays."""
@@ -550,7 +535,7 @@ class PagedEngine:
     def __getattr__(self, name: str) -> Any:
         if name == "_engine":  # a call after `close` must not reach the library
             raise KVFlashError(CLOSED)
-        raise AttributeError(f"an PagedEngine has no {name}")
+        raise AttributeError(f"a PagedEngine has no {name}")
 
 
 def _heads(heads: Int32s) -> object:

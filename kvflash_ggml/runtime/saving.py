@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..arrays import Int32s, common_prefix
 from ..config import PrefixCache
-from ..errors import CLOSED, ConfigError, KVFlashError
+from ..errors import ConfigError, KVFlashError
 from ..sequence import prefill, restore
 from ..snapshot.fingerprint import Fingerprint
 from ..snapshot.store import SnapshotStore
@@ -46,8 +46,7 @@ class Saver:
         sequence = self.text.sequence
         if self.store is None or sequence is None:
             raise KVFlashError("snapshots are of a paged session: make the Llama with kvflash=, or use save_state")
-        if sequence.engine.closed:
-            raise KVFlashError(CLOSED)
+        sequence.engine.check_open()
         return self.store
 
     # --- sessions

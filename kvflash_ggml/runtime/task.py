@@ -141,7 +141,7 @@ class Task:
         tokens, sequence = request.tokens, text.sequence
         text.sampler, text.greedy = request.sampler, request.greedy
         if sequence is not None:
-            sequence.check_open()
+            sequence.engine.check_open()
             sequence.settle()
         if finder is not None and sequence is not None and not sequence.config.same_bits:
             finder.settle(sequence)
@@ -388,7 +388,7 @@ class Task:
         tokens, known = text.admit([token]), None
         try:
             if sequence.engine.closed:
-                sequence.check_open()
+                sequence.engine.check_open()
             sequence.settle()
             if sequence.length != text.n_tokens:
                 text.catch_up()

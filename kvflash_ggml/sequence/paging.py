@@ -109,6 +109,11 @@ class Paging:
 
     # --- out
 
+    def save_sealed(self) -> None:
+        """Copy newly sealed chunks of a bounded pool to the host, behind the compute."""
+        if self._table.bounded and self._table.layout.length // CHUNK != self.saved:
+            self.save()
+
     def save(self) -> None:
         """Copy sealed chunks to the host, behind the compute."""
         unsaved = self._table.unsaved

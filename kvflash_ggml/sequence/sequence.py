@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..arrays import Int32s
 from ..config import KVFlashConfig
 from ..constants import CHUNK
-from ..errors import CLOSED, ConfigError, ContextFull, DeviceLost, HostMemoryError, KVFlashError, NotFinite
+from ..errors import ConfigError, ContextFull, DeviceLost, HostMemoryError, NotFinite
 from ..host.store import HostStore
 from ..pool.masks import Branches, View, everything_is_resident
 from ..pool.page_table import PageTable, PageTableState
@@ -147,7 +147,7 @@ class Sequence:
 
         KVFlashError for a closed model.
         """
-        self.check_open()
+        self.engine.check_open()
         self.settle()
         if self.length + count > self.n_ctx:
             raise ContextFull(
@@ -209,7 +209,7 @@ class Sequence:
         """
         if self.spoiled:
             raise NotFinite(f"the text of sequence {self.seq} has values that are not finite: reset, and read it again")
-        self.save_sealed()
+        self.paging.save_sealed()
         before = self.draft_rows
         if before is None:
             start = self.table.layout.length
@@ -272,7 +272,7 @@ class Sequence:
         if step.after is not None:
             step.after(step.start, len(step.tokens))
         if not step.ahead:
-            self.save_sealed()
+            self.paging.save_sealed()
 
     def evaluate(self, tokens: Int32s, output: Output, after: AfterStep | None = None, *, stream: bool = False) -> None:
         """Prepare a step and compute it."""
@@ -353,11 +353,6 @@ class Sequence:
             self.unfinished.work = cut
             cut()
         self.events.truncated(self.length, self.table.resident_chunks)
-
-    def save_sealed(self) -> None:
-        """Copy newly sealed chunks to the host, behind the compute."""
-        if self.bounded and self.table.layout.length // CHUNK != self.paging.saved:
-            self.paging.save()
 
     # --- values that are not finite
 
@@ -628,8 +623,3 @@ class Sequence:
         self.paging.clear()
         self.table.reset()
         self.pool.leave(self.seq)
-
-    def check_open(self) -> None:
-        """Raise KVFlashError if the model was closed."""
-        if self.engine.closed:
-            raise KVFlashError(CLOSED)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.harness import Bare, evaluate, flat_queries, query_layers, read_queries, same_bits
 
+from kvflash_bench.inside import plain_copy
 from kvflash_ggml.errors import (
     DecodeError,
     EngineError,
@@ -297,7 +298,7 @@ def test_every_other_refusal_is_typed_and_says_why(one: Bare, bare: Make, tokens
         (lambda: engine.read_queries(flat_queries(engine), np.array([-1], "i4")), EngineError, "row -1 of queries"),
         (lambda: engine.write_queries(floats), EngineError, r"5 values \(float32\) for queries"),
         (lambda: engine.use_mask(floats), EngineError, r"the mask is float32 \(5,\), the engine reads float16"),
-        (lambda: engine.plain_copy(1 << 60, to_device=True), HostMemoryError, "no device memory for a copy of"),
+        (lambda: plain_copy(engine, 1 << 60, to_device=True), HostMemoryError, "no device memory for a copy of"),
     ]  # fmt: skip
     for call, error, why in calls:
         with pytest.raises(error, match=why) as refused:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
-from kvflash_ggml.errors import DecodeError, HostMemoryError, NotFinite, SnapshotError
+from kvflash_ggml.errors import CLOSED, DecodeError, HostMemoryError, KVFlashError, NotFinite, SnapshotError
 from kvflash_ggml.media.rows import Part, are_mutual
 from kvflash_ggml.native.streamed import Streamed
 from kvflash_ggml.policy.base import Scorer
@@ -509,6 +509,10 @@ class FakeEngine(FakeHost):
         assert not self.closed
         assert not self._queue
         self.closed = True
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise KVFlashError(CLOSED)
 
 
 def make_session(
