@@ -25,14 +25,19 @@ class Pace:
     Where that is not to be had, the answers decode several steps before the next one, so that the mean fits. Nothing
     here looks at a clock.
 
-    rows: tokens of the next prompt step, at most.
+    shared: rows that a step of several prompts can have. rows: tokens of the next prompt step, at most.
     """
 
-    def __init__(self, target: float | None) -> None:
-        self._target = target
+    def __init__(self, target: float | None, shared: int = PROMPT_ROWS) -> None:
+        self._target, self._shared = target, shared
         self._prompt = self._decode = 0.0  # seconds of the newest step of each kind
         self.rows = PROMPT_ROWS
         self.begin()
+
+    @property
+    def shared_rows(self) -> int:
+        """Tokens of a step that several prompts share, at most."""
+        return min(self._shared, self.rows)
 
     def begin(self) -> None:
         """Begin another prompt: of another text, which costs other times."""

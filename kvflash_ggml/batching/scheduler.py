@@ -18,6 +18,7 @@ from ..logs import logged
 from ..store.swapped import ConversationFolder, SharedStore, SwapStore
 from .answer import ENDS, Answer, Cancelled, DeadlinePassed, ShuttingDown
 from .behind import Behind
+from .calls import Calls
 from .conversations import Conversations
 from .messages import (
     CANCELLED,
@@ -30,10 +31,10 @@ from .messages import (
     Failed,
     Finished,
     Request,
-    Totals,
     Usage,
 )
 from .model import ServedText
+from .outcomes import Outcomes
 from .pace import Pace
 from .queue import Job, RequestQueue
 from .running import Running
@@ -46,9 +47,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvflash_ggml")
 
 T = TypeVar("T")
-
-PACE_SHARE = 0.02
-"""What the newest request has of the mean: lengths differ, and a hasty mean sends refused clients back too early."""
 
 GAPS = 4096
 """Times between two tokens of a stream that are kept; the newest."""
@@ -114,26 +112,21 @@ class Scheduler:
         self.slots: list[Slot] = [Slot(one, self.swapped, self.counts, clock) for one in (model, *model.beside)]
         self.behind = Behind()
         self.conversations = Conversations(self.slots, self.swapped, folder, self.behind)
-        self.totals = Totals()
+        self.outcomes = Outcomes(on_end)
         self.folder = folder
-        self._on_end = on_end
         self._clock = clock
-        self._jobs: dict[str, Job] = {}
         self._begun: dict[str, Answer] = {}  # that were put aside
         self._aside: list[Job] = []  # of these, whose readers have enough for now; the others are in the queue
-        self._calls: deque[tuple[bool, Callable[[], None]]] = deque()  # each with: it changes nothing
+        self._calls = Calls(self._wake.set)
         self._dealt: list[Running] = []  # to whose texts the pool was dealt
-        self._door = threading.Lock()  # what came in before `_stopping` is told how it ended
-        self._stopping = False
         self._ending = False  # answers that run end too
         self._running: list[Running] = []
         self.stalls = 0  # answers that were put aside, for their readers or for requests that waited
         self._swap_s = 0.0  # what it took to swap the text of one of them out and in again
         self.gaps: deque[float] = deque(maxlen=GAPS)  # seconds between two tokens of an answer
-        self._steps = Pace(limits.itl_target)
+        self._steps = Pace(limits.itl_target, model.prompt_rows)
         self._owed: tuple[float, int] | None = None  # since a step of a prompt: when, and steps of the others
         self._swept = 0.0
-        self._pace, self._paced = 1.0, 0  # seconds a request, a slowly moving mean of so many
         self._thread = threading.Thread(target=self._run, name="kvflash-engine", daemon=True)
 
     def start(self) -> None:
@@ -173,7 +166,7 @@ class Scheduler:
     def generated(self) -> int:
         """Tokens of answers, those that are being made included."""
         begun = [*(one.answer for one in self._running.copy()), *self._begun.copy().values()]
-        return self.totals.generated_tokens + sum(answer.generated for answer in begun)
+        return self.outcomes.totals.generated_tokens + sum(answer.generated for answer in begun)
 
     def counters(self) -> Mapping[str, Any]:
         """Return the model's counters, those of its texts added up. From any thread."""
@@ -192,7 +185,7 @@ class Scheduler:
     @property
     def retry_after_s(self) -> float:
         """Return the seconds after which a slot becomes free, on average."""
-        return max(1.0, self._pace)
+        return max(1.0, self.outcomes.pace)
 
     def submit(
         self, request: Request, sink: Callable[[Event], None], *, full: Callable[[], bool] = lambda: False
@@ -205,28 +198,27 @@ class Scheduler:
 
     def submit_together(self, requests: Sequence[tuple[Request, Callable[[Event], None], Callable[[], bool]]]) -> None:
         """Submit all of one client's requests, each with its `sink` and `full`, or none. Errors: those of `submit`."""
-        if self._thread.ident is not None and not self._thread.is_alive() and not self._stopping:
+        if self._thread.ident is not None and not self._thread.is_alive() and not self._calls.closed:
             raise KVFlashError(
                 f"the thread {self._thread.name!r} does not run in this process: fork() copies no threads, so make the "
                 f"model in the child"
             )
         now = self._clock()
         jobs = {one.id: Job(request=one, sink=sink, full=full, submitted=now) for one, sink, full in requests}
-        with self._door:
-            if self._stopping:
-                raise KVFlashError("the server is shutting down: try again later")
-            self._jobs |= jobs
+        with self._calls.door:
+            self._calls.check_open()
+            self.outcomes.pending |= jobs
             try:
-                self.waiting.put(*jobs.values(), pace=self._pace)
+                self.waiting.put(*jobs.values(), pace=self.outcomes.pace)
             except KVFlashError:
                 for id in jobs:
-                    del self._jobs[id]
+                    del self.outcomes.pending[id]
                 raise
         self._wake.set()
 
     def cancel(self, id: str) -> None:
         """Cancel an answer that nobody waits for any more. It ends before the next step."""
-        job = self._jobs.get(id)
+        job = self.outcomes.pending.get(id)
         if job is not None:
             job.cancelled = True
             self._wake.set()
@@ -241,23 +233,7 @@ class Scheduler:
         looks: the work changes nothing, so it is always done between two steps. Other work interrupts a reading behind
         a preview, which costs a second or more on a large text.
         """
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(work())
-            except BaseException as err:
-                future.set_exception(err)
-
-        with self._door:
-            if self._stopping:
-                future.set_exception(KVFlashError("the server is shutting down: try again later"))
-            else:
-                self._calls.append((looks, run))
-        self._wake.set()
-        return future
+        return self._calls.add(work, looks=looks)
 
     def end_answers(self) -> None:
         """End what runs before its next step, with an error that says why."""
@@ -266,8 +242,8 @@ class Scheduler:
 
     def close(self) -> None:
         """End what runs and waits, put every text aside and store it where there is a folder, close the model."""
-        with self._door:
-            self._ending = self._stopping = True
+        with self._calls.door:
+            self._ending = self._calls.closed = True
         self._wake.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -282,20 +258,20 @@ class Scheduler:
         self.model.when_full(self._give_way)
         with logged("the session folder cannot be read"):
             self.conversations.adopt()
-        while not self._stopping or self._running:
+        while not self._calls.closed or self._running:
             self._wake.clear()
             self._bring_back()
-            self._run_calls(changes=False)
+            self._calls.run(changes=False)
             if self._calls or len(self.waiting):
                 self._give_way_to_others()
-            self._run_calls(changes=not self._running or len(self.slots) > 1)
+            self._calls.run(changes=not self._running or len(self.slots) > 1)
             if not self._running:
                 self._dealt = []
                 self._sweep()
             self._admit()
             if self._running:
                 self._turn()
-            elif not (self._calls or self._stopping):
+            elif not (self._calls or self._calls.closed):
                 job = self.behind.take()
                 if job is not None:
                     self._start(job)
@@ -303,15 +279,10 @@ class Scheduler:
                     self._wake.wait(LOOK_S if self._aside or self.shared is not None else None)
         self._end()
 
-    def _run_calls(self, *, changes: bool) -> None:
-        """Do what `call` was asked for; without `changes` only up to the first call that may change something."""
-        while self._calls and (changes or self._calls[0][0]):
-            self._calls.popleft()[1]()
-
     def _end(self) -> None:
         for job in [*self.waiting.remove_if(lambda job: True), *self._aside]:
             self._tell(job, Failed(code=SHUTDOWN, message="the server is shutting down: try again later"))
-        self._run_calls(changes=True)
+        self._calls.run(changes=True)
         with logged("conversations could not be put aside at the end"):
             for slot in self.slots:
                 slot.swap_out()
@@ -332,7 +303,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give free slots to the requests that wait, and those of answers whose turn is over."""
-        while len(self.waiting) and not self._stopping:
+        while len(self.waiting) and not self._calls.closed:
             leaves = None
             if all(slot.request is not None for slot in self.slots):
                 at = gives_way([one.turn for one in self._running])
@@ -371,7 +342,7 @@ class Scheduler:
             first.cached[job] = self._cached(job.request)
         cached = first.cached[job]
         want = Want(reads=True, left=len(job.request.tokens) - cached, priority=job.request.priority)
-        if not passes(want, first.want, rows=self._prompt_rows):
+        if not passes(want, first.want, rows=self._steps.shared_rows):
             return False
         return not any(one.slot.will_gain(job.request, cached) for one in readers)
 
@@ -466,15 +437,12 @@ class Scheduler:
 
     # --- one step
 
-    @property
-    def _prompt_rows(self) -> int:
-        """Most tokens of a step of a prompt, as others decode beside it."""
-        return min(self.model.prompt_rows, self._steps.rows)
-
     def _turn(self) -> None:
         """Compute the next step: of a prompt, or of all answers that wait for a token."""
         self._deal()
-        chosen = schedule([one.want for one in self._running], rows=self._prompt_rows, owed=self._owed is not None)
+        chosen = schedule(
+            [one.want for one in self._running], rows=self._steps.shared_rows, owed=self._owed is not None
+        )
         answers = [self._running[at] for at in chosen]
         if answers[0].reads:
             self._read(answers[0])
@@ -515,7 +483,7 @@ class Scheduler:
             return
         prompts = [(pair, pair[1].rows) for pair in ready if pair[1].reads and not pair[1].alone]
         several = [(pair, pair[1].rows) for pair in ready if not (pair[1].alone or pair[1].reads)]
-        for group in chain(groups(several, self.model.step_rows), groups(prompts, self._prompt_rows)):
+        for group in chain(groups(several, self.model.step_rows), groups(prompts, self._steps.shared_rows)):
             if len(group) > 1:
                 self.model.compute([step for _, step in group])
             # whoever can draw does so before the next step
@@ -563,12 +531,9 @@ class Scheduler:
             return
         if isinstance(event, Finished):
             self.behind.forget(one.job.request)  # its own prompt has been read with it
-        self.totals.add(usage, reason)
-        self._paced += 1
-        took = (self._clock() - one.began) / len(self._running)
-        self._pace += max(1 / self._paced, PACE_SHARE) * (took - self._pace)
+        self.outcomes.took((self._clock() - one.began) / len(self._running))
         self._leave(one)
-        self._ended(one.job.request, usage, reason)
+        self.outcomes.count(one.job.request, usage, reason)
         if usage.preview is not None and isinstance(event, Finished) and one.job.request.reuse:
             self.behind.add(one.job.request, one.answer.conversation, self._clock())
         self._tell(one.job, event)
@@ -659,25 +624,17 @@ class Scheduler:
         """End a job that has no slot."""
         answer = self._begun.pop(job.request.id, None)
         usage = Usage(queue_s=self._clock() - job.submitted) if answer is None else answer.usage
-        self.totals.add(usage, code)
-        self._ended(job.request, usage, code)
+        self.outcomes.count(job.request, usage, code)
         self._tell(job, failed)
-
-    def _ended(self, request: Request, usage: Usage, reason: str) -> None:
-        if self._on_end is not None:
-            with logged("request %s could not be counted", request.id):
-                self._on_end(request, usage, reason)
 
     def _tell(self, job: Job, event: Event) -> None:
         """Send the last event of a request."""
-        self._jobs.pop(job.request.id, None)
         if job.begun:  # it may have left a text that nobody else may go on from
             salt = private_salt(job.request)
             with logged("a private text could not be forgotten"):
                 for one in [one for one in self.swapped if one.salt == salt]:
                     self.swapped.erase(one)
-        with logged("request %s: its reader is gone", job.request.id):
-            job.sink(event)
+        self.outcomes.tell(job, event)
 
 
 def _unexpected(err: Exception) -> tuple[str, Failed]:

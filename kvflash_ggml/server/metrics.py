@@ -66,7 +66,12 @@ class Metrics:
         scheduler = self._scheduler
         if scheduler is None:
             return
-        model, totals, slot, swapped = scheduler.counters(), scheduler.totals, scheduler.counts, scheduler.swapped
+        model, totals, slot, swapped = (
+            scheduler.counters(),
+            scheduler.outcomes.totals,
+            scheduler.counts,
+            scheduler.swapped,
+        )
         blocks = model["pool"] // 64
         used = model["resident"] / blocks if blocks else 0.0
         gauges = {

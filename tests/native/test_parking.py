@@ -373,7 +373,7 @@ def test_a_spoiled_text_harms_nobody(
         assert [answers[1][0], (last.tokens, logits)] == wanted[1]
         again, _ = play(scheduler, [spoiled, new], 12)
         assert again == [wanted[0], wanted[2]]
-        assert scheduler.totals.finished["numerical"] == scheduler.slot.counts.lost == 1
+        assert scheduler.outcomes.totals.finished["numerical"] == scheduler.slot.counts.lost == 1
 
 
 def test_a_policy_that_raises(

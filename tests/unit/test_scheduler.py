@@ -145,7 +145,7 @@ def test_an_unexpected_error_before_the_first_step_ends_that_request_alone(
     assert (end.code, "RuntimeError" in end.message) == ("internal_error", True)
     fails.clear()
     assert answer(scheduler, text(310)).reason == "length"
-    assert scheduler.totals.finished["internal_error"] == 1
+    assert scheduler.outcomes.totals.finished["internal_error"] == 1
     assert scheduler.idle
 
 
@@ -591,7 +591,7 @@ def test_what_comes_while_the_server_ends_is_told_so(make: Make, what: str, monk
             super().append(item)
 
     if what == "call":
-        monkeypatch.setattr(scheduler, "_calls", Late())
+        monkeypatch.setattr(scheduler._calls, "waiting", Late())
         assert scheduler.call(lambda: 3).result(60) == 3
     else:
         put = scheduler.waiting.put
@@ -648,8 +648,8 @@ def test_a_thousand_cancels_leave_nothing_behind(make: Make) -> None:
     ends = [one.wait() for one in asked]
     assert {type(end) for end in ends} <= {Finished, Failed}
     assert scheduler.idle
-    assert len(scheduler._jobs) == 0
-    assert sum(scheduler.totals.finished.values()) == 1000
+    assert len(scheduler.outcomes.pending) == 0
+    assert sum(scheduler.outcomes.totals.finished.values()) == 1000
 
 
 def test_overload_loses_nobody(make: Make) -> None:
@@ -713,7 +713,7 @@ def test_how_an_answer_ends_that_was_put_aside(make: Make) -> None:
     scheduler, asked = one()
     scheduler.cancel(asked.request.id)
     assert asked.wait() == Failed(code="cancelled", message="the client has left")
-    assert sum(scheduler.totals.finished.values()) == 1
+    assert sum(scheduler.outcomes.totals.finished.values()) == 1
     scheduler, asked = one()
     scheduler.end_answers()
     assert getattr(asked.wait(), "code", None) == "shutdown"

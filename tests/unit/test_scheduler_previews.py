@@ -105,7 +105,7 @@ def test_a_preview_says_what_it_is_and_all_is_read_behind(make: Make) -> None:
     assert seen[0] == bytes(text()[-STEP:])
     assert scheduler.model.tokens.tolist() == text()
     assert model_of(scheduler).read_tokens == LENGTH + STEP
-    assert scheduler.totals.finished == {"stop": 1}
+    assert scheduler.outcomes.totals.finished == {"stop": 1}
     turn = [*text(), *end.tokens, *text(70, 1)]
     after = answer(scheduler, turn, 20, reading="preview")
     assert (after.usage.preview, after.usage.cached) == (None, LENGTH)

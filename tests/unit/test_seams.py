@@ -12,7 +12,8 @@ FRONTS = ("llama/", "cli/")
 """Rooms that are fronts on a `Llama`, as users' programs are."""
 
 GIVEN = {
-    "batching/engine.py", "batching/llama.py", "calibration/choice.py", "calibration/finder.py", "runtime/model.py",
+    "batching/encoder.py", "batching/engine.py", "batching/llama.py", "calibration/choice.py", "calibration/finder.py",
+    "runtime/model.py",
     "server/prompts.py", "server/run.py", "snapshot/fingerprint.py",
 }  # fmt: skip
 """Files beside them that are given a `Llama`, to make something of it."""
@@ -23,7 +24,7 @@ REACHES = 12
 UNTYPED = 5
 """Parameters `llm` or `model` of any type: what a user may set, and pointers of llama.cpp's."""
 
-METHODS = 47
+METHODS = 45
 """Of a class, at most. `native.engine.PagedEngine` has one for each call of the seam."""
 
 

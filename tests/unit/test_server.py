@@ -191,7 +191,7 @@ def test_several_answers_find_room_together_or_not_at_all(stream: bool) -> None:
     hold = Hold()
     server = Server(FakeModel(on_step=hold, reply=lambda prompt: b"x" * 99), limits=Limits(most=4))
     assert server.run(work).status == 429
-    assert server.scheduler.totals.finished == {"length": 2}
+    assert server.scheduler.outcomes.totals.finished == {"length": 2}
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_one_of_several_answers_fails(stream: bool) -> None:
     told = reply.frames[-2] if stream else reply.json
     assert told["error"]["message"] == "no memory"
     assert (reply.status, reply.frames[-1:]) == ((200, ["[DONE]"]) if stream else (500, []))
-    assert server.scheduler.totals.finished["internal_error"] == 1
+    assert server.scheduler.outcomes.totals.finished["internal_error"] == 1
 
 
 def test_several_prompts() -> None:
@@ -763,7 +763,7 @@ def test_a_client_that_leaves_while_it_waits() -> None:
 
     server = Server(FakeModel(reply=lambda prompt: b"x" * 4000, on_step=lambda: time.sleep(0.001)))
     assert server.run(work) < 2000
-    assert server.scheduler.totals.finished == {"cancelled": 1}
+    assert server.scheduler.outcomes.totals.finished == {"cancelled": 1}
 
 
 def test_a_client_that_leaves_without_a_stream() -> None:
@@ -778,7 +778,7 @@ def test_a_client_that_leaves_without_a_stream() -> None:
 
     server = Server(FakeModel(reply=lambda prompt: b"x" * 4000, on_step=lambda: time.sleep(0.001)))
     server.run(work)
-    assert server.scheduler.totals.finished == {"cancelled": 1}
+    assert server.scheduler.outcomes.totals.finished == {"cancelled": 1}
 
 
 def test_a_client_that_does_not_read() -> None:
@@ -843,7 +843,7 @@ def test_a_client_that_leaves_while_it_does_not_read() -> None:
 
     server = Server(FakeModel(reply=lambda prompt: b"x" * 4000, on_step=lambda: time.sleep(0.001)))
     server.run(work)
-    assert server.scheduler.totals.finished == {"cancelled": 1}
+    assert server.scheduler.outcomes.totals.finished == {"cancelled": 1}
     assert server.model.steps < 1000
 
 

@@ -236,9 +236,9 @@ def test_an_answer_ends_while_it_waits_for_its_turn(why: str, tmp_path: Path) ->
         assert isinstance(ended, Failed)
         assert ended.code == why
         assert scheduler.stalls <= 2
-        assert scheduler.totals.generated_tokens > 0
+        assert scheduler.outcomes.totals.generated_tokens > 0
         assert isinstance(other.wait(), Failed if why == "shutdown" else Finished)
-        assert scheduler.totals.finished[why] >= 1
+        assert scheduler.outcomes.totals.finished[why] >= 1
     files = [path.read_bytes()[:32] for path in tmp_path.rglob("*.kvs")]
     assert np.asarray(text(100)[:8], np.int32).tobytes() not in files
 
