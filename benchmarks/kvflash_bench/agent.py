@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import signal
+import time
+from contextlib import ExitStack
 from dataclasses import asdict
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvflash_ggml.errors import ConfigError, KVFlashError
 
 from . import report, serving
 from .conversing import tokens_of
+from .fleet import Fleet
 from .interfaces import INTERFACES, ratio, replay
 from .opening import opened
 from .plans_texts import Agent
-from .sockets import serve_options, served
+from .sockets import Server, serve_options
+
+QUIET_S = 3.0
+"""Without another write the store has everything."""
 
 LETTERS = 4
 """Of a token, about: results are cut by letters, since servers take texts."""
@@ -58,10 +66,22 @@ def _through(model: str, plan: Agent, options: dict[str, Any]) -> None:
     results = [rest[turn * each % len(rest) :][:each] for turn in range(plan.turns)]
     n_ctx = 2 * (plan.system + plan.turns * (plan.result + plan.answer)) + 1024
     found, rows = {}, []
-    with served(model, serve_options(options, pool=plan.pool, n_ctx=n_ctx)) as child:
+    line = serve_options(options, pool=plan.pool, n_ctx=n_ctx)
+    with TemporaryDirectory(prefix="kvflash-bench-") as folder, ExitStack() as stack:
+        if plan.kill_before:
+            line += ["--store", folder]
+        fleet = stack.enter_context(Fleet(model, line, 1))
+        asked = 0
 
         def ask(path: str, body: dict[str, Any]) -> dict[str, Any]:
-            reply = child.ask(path, body)
+            nonlocal asked
+            (member,) = fleet.members
+            if asked % plan.turns == plan.kill_before - 1:
+                _wait_for_store(member.server)
+                fleet.end(member, signal.SIGKILL)
+            asked += 1
+            assert member.server is not None
+            reply = member.server.ask(path, body)
             if reply.status != 200:
                 raise KVFlashError(f"{path} answered {reply.status}: {reply.body}")
             told: dict[str, Any] = reply.body
@@ -71,6 +91,21 @@ def _through(model: str, plan: Agent, options: dict[str, Any]) -> None:
             # a word of its own in front, so that no interface goes on from another's text
             done = replay(ask, name, system=f"{name}: {system}", results=results, most=plan.answer)
             found[name] = {"ratio": ratio(done), "turns": [asdict(turn) for turn in done]}
-            rows.append([name, len(done), done[-1].prompt, sum(turn.read for turn in done), ratio(done)])
-    report.table(["interface", "turns", "last prompt", "read", "read / new"], rows)
+            killed = done[plan.kill_before - 1] if plan.kill_before else None
+            rows.append([
+                name, len(done), done[-1].prompt, done[-1].read, killed and killed.prompt, killed and killed.read,
+                ratio(done),
+            ])  # fmt: skip
+    names = ["interface", "turns", "last prompt", "of it read", "prompt after the kill", "of it read", "read / new"]
+    report.table(names, rows)
     report.told("agent", model, options | asdict(plan), "", interfaces=found)
+
+
+def _wait_for_store(server: Server | None) -> None:
+    """Return when a server has written to the store what it has."""
+    assert server is not None
+    written, since = -1.0, time.monotonic()
+    while time.monotonic() - since < QUIET_S:
+        time.sleep(QUIET_S / 10)
+        if (now := server.metrics()["store_writes_total"]) != written:
+            written, since = now, time.monotonic()

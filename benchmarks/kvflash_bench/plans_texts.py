@@ -292,6 +292,9 @@ class Agent(Talking):
     interfaces: tuple[str, ...] = option(
         "", "Replay it through these of a server instead: chat, messages, responses.", type=Names()
     )
+    kill_before: int = option(
+        0, "Kill the server before this turn, counted from 1; another one goes on from its --store. 0: never."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

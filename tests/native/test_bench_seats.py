@@ -88,3 +88,15 @@ def test_agents_are_replayed(models: dict[str, Path], loaded: None, tmp_path: Pa
     assert again.exit_code == 0, again.output
     (first, *_), _ = (row["asked"] for row in json.loads(again.stdout.splitlines()[-1])["rows"])
     assert first["prompt"] == one["asked"][0]["prompt"]
+
+
+def test_a_killed_server_reads_a_turn_only(models: dict[str, Path], loaded: None) -> None:
+    pytest.importorskip("kvflash_fleet")
+    line = ["agent", str(models["dense"]), "--interfaces", "messages", "--system", "300", "--turns", "3", "-t", "1"]
+    more = ["--result", "16", "--answer", "4", "--pool", "512", "--kill-before", "3"]
+    result = CliRunner().invoke(main, [*line, *more], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    first, _, last = json.loads(result.stdout.splitlines()[-1])["interfaces"]["messages"]["turns"]
+    assert first["read"] == first["prompt"] > 200
+    assert last["prompt"] > first["prompt"]
+    assert last["read"] < 100, "the text came from the store"
