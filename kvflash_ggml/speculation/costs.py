@@ -231,7 +231,7 @@ class DraftCosts:
 
     unread: tokens of a prompt that it reads before it proposes. pace: seconds that each of these took last. failed:
     proposals in vain, in a row. resting: steps until it is considered again, and why. idle_steps: steps
-    since it proposed.
+    since it proposed. unsure: it was timed once, which may have built graphs.
     """
 
     def __init__(self, serial: bool, hope: float) -> None:
@@ -239,6 +239,7 @@ class DraftCosts:
         self.serial = serial
         self.unread, self.pace = 0, 0.0
         self.failed = self.resting = self.idle_steps = 0
+        self.unsure = False
         self.why = ""
         self._times: deque[float] = deque(maxlen=SAMPLES)
         self._counts: deque[int] = deque(maxlen=SAMPLES)
@@ -252,8 +253,11 @@ class DraftCosts:
         if self.unread:
             self.pace = seconds / self.unread
         elif count or not self.serial:
-            self._times.append(seconds / count if self.serial else seconds)
-            self._each = median(self._times)
+            each = seconds / count if self.serial else seconds
+            if self._each:
+                self._times.append(each)
+            self.unsure = not self._times
+            self._each = median(self._times) if self._times else each
 
     def rest(self, steps: int) -> None:
         """Note steps, whoever drafted for them."""

@@ -210,7 +210,14 @@ class Controller(Controls):
                 why_not = SPENT
         else:
             best = self._best(self._average(drafter), self._widths, drafter.seconds)
-            if best.rows == 1:
+            shortest = self._widths[0] - 1
+            if (
+                best.rows == 1
+                and drafter.unsure
+                and self._extra(shortest + 1, drafter.seconds(shortest)) <= self._left()
+            ):
+                limit = shortest
+            elif best.rows == 1:
                 why_not = SPENT if best.short else f"{source} costs more than it wins"
                 drafter.resting, drafter.why = RECONSIDER, why_not
             elif any(self._promise(other) > best.rate for other in instead):

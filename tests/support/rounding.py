@@ -48,7 +48,7 @@ class Bound:
 LOGPROB = Bound(cpu=0.05, gpu=0.4, seen=0.1, why="a log probability, from steps of other widths or beside other texts")
 TIE = Bound(cpu=0.05, gpu=0.2, seen=0.1, why="log probabilities of two tokens that change places in other steps")
 DRAFT_TIE = Bound(cpu=0, gpu=0.2, why="the same of a drafter's tokens, whose rows came in other steps")
-LOGITS = Bound(cpu=0.02, gpu=0.02, why="share of the largest logit, from steps of other widths")
+LOGITS = Bound(cpu=0.02, gpu=0.04, seen=0.02, why="share of the largest logit, from steps of other widths")
 LAYOUT = Bound(cpu=0, gpu=0.02, layout=True, why="share of the largest logit, from the same steps in other buffers")
 MASS = Bound(cpu=1e-3, gpu=0.1, why="log of attention: queries are rounded to the keys' type, each device in its way")
 MASS_OF_F16 = Bound(cpu=5e-3, gpu=0.1, why="the same beside numpy, by keys of F16")

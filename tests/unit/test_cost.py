@@ -30,7 +30,7 @@ SWITCH = 0.25
 
 @dataclass
 class Run:
-    """An answer that is made with one drafter."""
+    """An answer that is made with one drafter. first: seconds that its first proposal takes longer."""
 
     device: Device
     accept: Accept
@@ -38,6 +38,7 @@ class Run:
     drafting: float = 0.2
     serial: bool = False
     noise: float = 0.0
+    first: float = 0.0
     controller: Controls | None = None
     time: float = 0.0
     tokens: int = 0
@@ -59,7 +60,8 @@ class Run:
         most = self.control.ask("made up")
         if most:
             draft = chain([0] * most, "made up")
-            drafting = self.drafting * (most if self.serial else 1)
+            drafting = self.drafting * (most if self.serial else 1) + self.first
+            self.first = 0.0
             self.control.proposed("made up", draft, drafting)
             rows = self.control.choose(draft)
         took = self.device(rows) + (SWITCH if rows != self.rows else 0)
@@ -367,19 +369,20 @@ def test_chooses_how_much_to_draft_where_that_is_what_costs(share: float, plain:
 
 
 @pytest.mark.parametrize(("share", "least"), [(0.88, 1.2), (0.95, 1.3)])
-@pytest.mark.parametrize("switch", [1.0, 2.0])
-def test_rows_that_are_dear_to_change_to_are_tried_twice(
-    share: float, least: float, switch: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("switch", "first"), [(1.0, 0.0), (2.0, 0.0), (0.25, 1.1), (1.0, 1.1)])
+def test_what_is_dear_at_first_is_tried_twice(
+    share: float, least: float, switch: float, first: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a pool of 4,096 drafts for exact steps of 32,768 tokens on a GPU, where seven drafts win 1.26 and 1.59. Their
-    first step builds its graph, and takes as long as two or three. That was believed to be what their rows cost, and no
-    other step of them was ever tried.
+    """As a pool of 4,096 drafts for exact steps of 32,768 tokens on a GPU, where seven drafts win 1.26 and 1.59. The
+    first step of other rows builds a graph, and the first proposal too: it was seen to take three times as long. Each
+    was believed to be what all cost, and none was ever tried again.
     """
     monkeypatch.setattr(sys.modules[__name__], "SWITCH", switch)
     won = []
     for seed in range(20):
         controller = Controller(serial=["made up"], hopes={"made up": 0.9})
-        run = Run(lambda rows: 1 + 0.03 * (rows - 1), steady(share), seed, 0.43, True, controller=controller)
+        device: Device = lambda rows: 1 + 0.03 * (rows - 1)  # noqa: E731
+        run = Run(device, steady(share), seed, 0.43, True, first=first, controller=controller)
         won.append(run.until(128).tokens / run.time)
     assert np.median(won) > least
 
