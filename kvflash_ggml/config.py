@@ -194,7 +194,7 @@ class KVFlashConfig:
         int, "--kvflash-tau", least=1,
         help="Tokens between two reselections while generating; chunks are scored four times as often. Beside a GPU the"
         " same call computes the same bits with a number only.  [default: chunks are scored at every token, or as often"
-        " as that costs little; beside a GPU every 16 tokens, or as often as a thread has time]",
+        " as that costs little; beside a GPU at every second, or as often as a thread has time]",
     )  # fmt: skip
     calibrate: bool | Path = _pool(
         _read_calibration, "--kvflash-calibrate", default=True, metavar="on|off|FILE", shown=False,
@@ -203,8 +203,8 @@ class KVFlashConfig:
     )  # fmt: skip
     deterministic: bool = _pool(
         bool, "--kvflash-deterministic", default=False,
-        help="The same text brings the same chunks. Each prompt is read from its beginning, chunks are scored every 16"
-        " tokens beside a GPU, and heads that are found meanwhile count in the next run.",
+        help="The same text brings the same chunks. Each prompt is read from its beginning, no clock says how often"
+        " chunks are scored beside a GPU, and heads that are found meanwhile count in the next run.",
     )  # fmt: skip
     reselect_prefill: bool = True
     sinks: int = 1

@@ -19,15 +19,24 @@ NEWEST = 3
 class Clock:
     """Measures tokens and scores, and says how many tokens lie between two scores.
 
-    share: of the decode time, which scoring may take.
+    share: of the decode time, which scoring may take. interval: the tokens, never fewer than `at_least` was told.
     """
 
     def __init__(self, share: float) -> None:
-        self.interval = USUAL
+        self.interval = self._least = USUAL
         self._share = share
         self._token_seconds = 0.0
         self._seconds: deque[float] = deque(maxlen=NEWEST)  # of the newest scores
         self._last = 0.0  # time of the newest tokens
+
+    def at_least(self, tokens: int) -> int:
+        """Return the interval for scores of another cost, of which this many tokens would be the least.
+
+        What the clock has found is kept: the interval stays as many times the least one.
+        """
+        self.interval = min(MAX_INTERVAL, self.interval * tokens // self._least)
+        self._least = min(MAX_INTERVAL, tokens)
+        return self.interval
 
     def on_tokens(self, count: int, now: float) -> None:
         """Note the time at which `count` tokens have been generated."""
@@ -50,5 +59,5 @@ class Clock:
             return
         if share > self._share and self.interval < MAX_INTERVAL:
             self.interval *= 2
-        elif 2 * share < EASE * self._share and self.interval > USUAL:
-            self.interval //= 2
+        elif 2 * share < EASE * self._share and self.interval > self._least:
+            self.interval = max(self._least, self.interval // 2)

@@ -19,8 +19,8 @@ class Selection:
 
     tau: tokens between two reselections, four times the tokens between two scores. None: a score every `interval`
     tokens, which may change, and a reselection with every fourth of them. Below TAU there is no full reselection then:
-    pages move whenever a chunk is asked for. delay: tokens between a request for scores and their use, so that the
-    result never depends on the speed of a thread. No scores are requested meanwhile.
+    pages move whenever a chunk is asked for. delay: tokens between a request for scores and their use, the interval if
+    that is shorter, so that the result never depends on the speed of a thread. No scores are requested meanwhile.
     """
 
     def __init__(self, *, tau: int | None, delay: int = 0) -> None:
@@ -41,7 +41,7 @@ class Selection:
         if self._since_score < self.interval:
             return False
         self._since_score = 0
-        self._due = self._delay
+        self._due = min(self._delay, self.interval)
         return True
 
     @property

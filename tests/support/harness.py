@@ -100,10 +100,10 @@ def reach(llm: Any) -> None:
 def looks(session: Any, tokens: int) -> int:
     """How often chunks are scored in an answer of so many tokens.
 
-    Beside a device a look is used DELAY tokens later, and none is asked for meanwhile.
+    Beside a device a look is used an interval later, DELAY tokens at most, and none is asked for meanwhile.
     """
     interval = session.scoring.selection.interval
-    period = max(interval, DELAY + 1) if session.engine.info.asynchronous else interval
+    period = max(interval, min(interval, DELAY) + 1) if session.engine.info.asynchronous else interval
     return 0 if tokens < interval else 1 + (tokens - interval) // period
 
 

@@ -46,3 +46,18 @@ def test_the_time_between_two_answers_is_no_token() -> None:
     for _ in range(10):
         clock.on_score(0.05)
     assert clock.interval == 64
+
+
+def test_what_the_clock_has_found_is_kept_where_the_cost_changes() -> None:
+    clock = Clock(0.1)
+    assert clock.at_least(1) == 1
+    for i in range(100):
+        clock.on_tokens(1, 0.01 * (i + 1))
+        clock.on_score(0.0015)
+    assert clock.interval == 2
+    assert clock.at_least(3) == 6
+    assert clock.at_least(1) == 2
+    for _ in range(20):
+        clock.on_score(0.0)
+    assert clock.interval == 1
+    assert clock.at_least(5000) == MAX_INTERVAL

@@ -15,7 +15,7 @@ from support.integrity import check_table
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import DecodeError, SnapshotError
 from kvflash_ggml.sequence.prefill import extend
-from kvflash_ggml.sequence.scoring import WORK_SHARE
+from kvflash_ggml.sequence.scoring import DELAY, DEVICE_RATE, DEVICE_STEP, WORK_SHARE
 from kvflash_ggml.sequence.selection import Selection
 from kvflash_ggml.sequence.sequence import Sequence
 
@@ -127,8 +127,8 @@ def test_tokens_are_counted_and_not_steps(counts: abc.Sequence[int]) -> None:
 
 
 def test_scores_are_used_after_the_delay() -> None:
-    clock = Selection(tau=4, delay=16)
-    assert clock.on_tokens(1, waiting=False)
+    clock = Selection(tau=64, delay=16)
+    assert clock.on_tokens(16, waiting=False)
     for _ in range(3):
         assert not clock.is_due
         clock.on_tokens(5, waiting=True)
@@ -155,6 +155,16 @@ def test_all_of_the_pool_moves_only_where_few_tokens_are_scored(interval: int, m
             clock.moved()
             moved += 1
     assert moved == moves
+
+
+@pytest.mark.parametrize(("tau", "later"), [(4, 1), (16, 4), (64, 16), (256, 16)])
+def test_scores_are_used_an_interval_later_and_no_more_than_the_delay(tau: int, later: int) -> None:
+    clock = Selection(tau=tau, delay=16)
+    assert clock.on_tokens(tau // 4, waiting=False)
+    for _ in range(later):
+        assert not clock.is_due
+        clock.on_tokens(1, waiting=True)
+    assert clock.is_due
 
 
 class Costly(Counted):
@@ -200,6 +210,21 @@ def test_chunks_are_scored_less_often_as_the_text_grows_and_more_often_after_a_c
     assert looks(one, 8) == [end + 2, end + 4, end + 6, end + 8]
     one.truncate(PROMPT)
     assert looks(one, 2) == [PROMPT + 1, PROMPT + 2]
+    one.close()
+
+
+@pytest.mark.parametrize(("steps", "interval"), [(0, 1), (0.9, 1), (2.5, 3), (40, 40)])
+def test_beside_a_device_scores_take_the_time_that_its_steps_leave(steps: float, interval: int) -> None:
+    """Each counts a token later than it was asked for, which is when the next one can be."""
+    price = steps * (STEP + DEVICE_STEP) / DEVICE_RATE / STEP / 32
+    one = session(Costly(price), tau=None, step_work=STEP, asynchronous=True)
+    assert one.scoring is not None
+    assert one.scoring.selection.interval == interval
+    one.scoring.clock = None  # which would measure this computer
+    between = max(interval, min(interval, DELAY) + 1)
+    found = looks(one, 63)
+    one.scoring.take()  # the last one may run
+    assert found == list(range(PROMPT + interval, PROMPT + 64, between))
     one.close()
 
 

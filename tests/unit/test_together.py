@@ -20,6 +20,7 @@ from kvflash_ggml.sequence import together
 from kvflash_ggml.sequence.pool import Pool
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.reading import Reading
+from kvflash_ggml.sequence.scoring import DEVICE_RATE, DEVICE_STEP
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.sequence.step import LAST
 from kvflash_ggml.speculation.decision import Fixed
@@ -135,6 +136,26 @@ def test_texts_beside_a_device_share_the_time_for_looks(count: int) -> None:
     texts[0].relevance.request(texts[0].tokens, None, rows=1)
     scoring.take()
     assert told == [pytest.approx(count * scoring.seconds)]
+    for text in texts:
+        text.close()
+
+
+class Dear(Scorer):
+    """A score costs what the steps of a device leave for one text."""
+
+    def work(self, n_chunks: int) -> float:
+        return DEVICE_STEP / DEVICE_RATE
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_texts_beside_a_device_share_what_its_steps_leave(count: int) -> None:
+    pool = Pool(FakeEngine(4 * SHARE, 512, n_seq=4, asynchronous=True), n_ubatch=512)  # type: ignore[arg-type]
+    texts = [open_text(pool, seq, Dear()) for seq in range(4)]
+    advance(texts[:count], [1] * count)
+    advance(texts[:count], [CHUNK] * count)
+    scoring = texts[0].scoring
+    assert scoring is not None
+    assert scoring.selection.interval == count
     for text in texts:
         text.close()
 
