@@ -110,8 +110,10 @@ def replay(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
         for row in some:
             told = f"{row['finished']} of {row['requests']}"
             axis.annotate(told, (row["users"], row["first p95"]), xytext=(4, 4), textcoords="offset points", fontsize=8)
-    axis.set(xscale="log", yscale="log", xlabel="users at once", ylabel="first token, 95th percentile (s)", title=title)
+    axis.set(xscale="log", xlabel="users at once", ylabel="first token, 95th percentile (s)", title=title)
     axis.set_xticks(users, [str(count) for count in users])
+    axis.margins(0.15)
+    axis.set_ylim(bottom=0)
     axis.minorticks_off()
     axis.grid(alpha=0.3)
     axis.legend()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvflash_bench import replay, transcripts
+from kvflash_bench import plot, replay, transcripts
 from kvflash_bench.replay import Asked, Play, Spoken
 from kvflash_ggml.constants import POOL_STEP
 from kvflash_ggml.errors import ConfigError
@@ -148,3 +148,14 @@ def test_both_servers_have_the_same_bytes() -> None:
     assert (pool, cells) == (7000 // POOL_STEP * POOL_STEP, 10_000 // POOL_STEP * POOL_STEP)
     with pytest.raises(ConfigError, match=f"give --kv {3_000_000 + 2 * POOL_STEP * 1000} or more"):
         replay.sizes(3_100_000, token=1000, stage=3_000_000)
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows: list[dict[str, Any]] = [
+        {"arm": arm, "users": users, "first p95": None if users == 8 and arm == "unpatched" else users / 4,
+         "finished": 9, "requests": 10 * users}
+        for arm in ("ours", "unpatched") for users in (1, 2, 8)
+    ]  # fmt: skip
+    plot.replay(rows, tmp_path / "replay.png", title="a model")
+    assert (tmp_path / "replay.png").read_bytes().startswith(b"\x89PNG")
