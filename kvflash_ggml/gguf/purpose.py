@@ -60,6 +60,9 @@ _INTEGERS = ("i8", "i16", "i32", "i64", "f64")
 _TABLES = ("d2t", "tid2eid")
 """How the names of tensors of integers end; those of other tensors are computed with as numbers."""
 
+_VECTOR = re.compile(r"(?:norm(?:_\d+)?\.weight|\.ln\d\.weight|^rope_\w+\.weight|\.bias)$")
+"""How the names of vectors end that are added or multiplied, as F32 only."""
+
 _F32 = ("ssm_a", "ssm_dt.bias")
 """How the names of vectors end that llama.cpp reads as 32-bit numbers only."""
 
@@ -227,7 +230,8 @@ def _wrong_types(file: GGUF) -> Wrong:
         kind = tensor.kind.name
         if kind in _INTEGERS and not tensor.name.endswith(_TABLES):
             yield f"the type of {tensor.name}", kind, "f32, or another type of weights"
-        if kind != "f32" and tensor.name.endswith(_F32):
+        vector = len(tensor.shape) == 1 and _VECTOR.search(tensor.name)
+        if kind != "f32" and (vector or tensor.name.endswith(_F32)):
             yield f"the type of {tensor.name}", kind, "f32"
         bias = f"{tensor.name.removesuffix('weight')}bias"
         if bias in file.tensors and _scaled(tensor.name, file.tensors):
@@ -337,7 +341,10 @@ def _planes(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_projector(path: Path) -> None:
-    """Raise ConfigError unless `path` is a projector of images or sound (mmproj), as far as its head says."""
+    """Raise ConfigError unless `path` is a projector of images or sound (mmproj), as far as its head says.
+
+    ConversionError for tensors of a type that would end the process.
+    """
     try:
         file = reader.read(path)
     except (ConversionError, OSError) as err:
@@ -347,6 +354,8 @@ def check_projector(path: Path) -> None:
             f"mmproj (--mmproj) {path} is no projector of images: give the file that was made beside the model's, "
             "which is often called mmproj"
         )
+    for key, value, wanted in _wrong_types(file):
+        raise ConversionError(file.name, key, found=value, wanted=wanted, remedy=_REMEDY)
 
 
 def check_reader(path: Path) -> None:

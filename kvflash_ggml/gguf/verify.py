@@ -287,6 +287,11 @@ def _check_map(file: GGUF, vocab: int) -> None:
     if tensor is None:
         return
     found = tensor.kind.name
+    if "output.weight" not in file.tensors and tensor.shape[0] != vocab:
+        raise ConversionError(
+            file.name, "d2t", found=f"{tensor.shape[0]} tokens, and no output.weight",
+            wanted=f"{vocab} tokens, those of the target's output", remedy=_AGAIN,
+        )  # fmt: skip
     if found == "i64":
         ids = np.concatenate([piece.reshape(-1).view(np.int64) for piece in file.pieces(tensor)])
         if ids.min() >= 0 and ids.max() < vocab and len(np.unique(ids)) == len(ids):

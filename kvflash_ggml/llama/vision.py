@@ -25,6 +25,7 @@ from ..config import NGRAM
 from ..errors import ConfigError, DecodeError
 from ..gguf import purpose
 from ..media.rows import MOST, MediaRows, Medium, numbers_of
+from ..native.guard import guarded
 from ..placement import memory
 
 if TYPE_CHECKING:
@@ -73,7 +74,10 @@ class Projector(MTMDChatHandler):
     def _init_mtmd_context(self, llama_model: Any) -> None:
         _log_as_upstream(self)
         try:
-            super()._init_mtmd_context(llama_model)
+            with guarded(f"mmproj (--mmproj) {self.clip_model_path}"):
+                super()._init_mtmd_context(llama_model)
+        except ConfigError:
+            raise
         except ValueError as err:
             if self.mtmd_ctx is not None:  # upstream leaves one behind that sees no images
                 llama_model._stack.callback(self._close)
@@ -174,7 +178,8 @@ class Encoder:
             )
         self._lock = lock
         with self._lock:
-            handler._init_mtmd_context(llm)
+            with guarded(f"clip_model_path {handler.clip_model_path}"):
+                handler._init_mtmd_context(llm)
             _log_as_upstream(handler)
             self._digest = _digest(handler)
         self.mtmd, self.context = handler._mtmd_cpp, handler.mtmd_ctx

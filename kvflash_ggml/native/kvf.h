@@ -11,7 +11,7 @@ extern "C" {
 #include <stdint.h>
 
 // [cdef]
-#define KVF_ABI   15
+#define KVF_ABI   16
 #define KVF_BLOCK 64
 
 enum kvf_status {
@@ -159,6 +159,11 @@ int64_t         kvf_sizeof(int which);  // 0 llama_context_params, 1 llama_model
 
 // Why the last call of this thread that failed did.
 const char *    kvf_last_error(void);
+
+// Between these an assertion of ggml on this thread is an exception, which loaders of files catch. Nothing may be computed
+// there. The assertion that has failed, or "".
+void            kvf_guard_begin(void);
+const char *    kvf_guard_end(void);
 
 // The next context made by this thread gets a pool of so many cells (0: stock behaviour) and keeps query_rows queries.
 void            kvf_set_pool(uint32_t cells, uint32_t query_rows);

@@ -7,7 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +15,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.checkpoints import rewritten
 from support.harness import MODELS, TEXT, write_iswa, write_small
 from support.rounding import GPU_LAYERS, IMAGE, ON_GPU, SAID, assert_same_answer, near, where_widths_agree
 from support.vision import ROWS, SIDE, WIDE, WIDE_PIXELS, png, write_mrope, write_projector
 
 from kvflash_ggml import Llama, SpecConfig
-from kvflash_ggml.errors import ConfigError, DecodeError
+from kvflash_ggml.convert import writer
+from kvflash_ggml.convert.writer import Planned
+from kvflash_ggml.errors import ConfigError, ConversionError, DecodeError
+from kvflash_ggml.gguf import reader, types
+from kvflash_ggml.gguf.reader import Field
 from kvflash_ggml.native import library
 from kvflash_ggml.snapshot.container import Container, FileSource
 
@@ -503,6 +508,42 @@ def test_mmproj_is_refused_where_it_cannot_be_used(projector: Path, tmp_path: Pa
     other = write_projector(tmp_path / "other.gguf", 64)
     with pytest.raises(ConfigError, match=r"other.gguf is no projector for this model"):
         with_projector(other, kvflash=512)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("clip.has_vision_encoder", "yes", "cannot be used: llama.cpp says .*GGML_ASSERT"),
+        ("clip.vision.attention.layer_norm_epsilon", 13, "cannot be used: llama.cpp says .*GGML_ASSERT"),
+        ("clip.vision.patch_size", 3, "cannot be used: llama.cpp says .*GGML_ASSERT"),
+        ("clip.vision.image_size", -1.0, "cannot be used: llama.cpp says .*GGML_ASSERT"),
+        ("clip.vision.embedding_length", 64, "is no projector for this model|cannot be used"),
+    ],
+)
+def test_a_projector_that_would_end_the_process_is_refused(
+    projector: Path, tmp_path: Path, key: str, value: Any, why: str
+) -> None:
+    """Fields of another type, and sizes that its tensors have not: ggml's assertions are errors while it is loaded."""
+    hostile = rewritten(projector, tmp_path / "hostile.gguf", lambda fields: fields.update({key: Field.of(key, value)}))
+    for pool in (None, 512):
+        with pytest.raises(ConfigError, match=rf"mmproj \(--mmproj\) .*hostile.gguf ({why})"):
+            with_projector(hostile, kvflash=pool)
+    with closing(with_projector(projector, kvflash=512)) as llm:
+        assert llm.kvflash is not None
+
+
+def test_a_projector_with_vectors_of_another_type_is_refused(projector: Path, tmp_path: Path) -> None:
+    """llama.cpp would end the process in the first image."""
+    file, planned = reader.read(projector), []
+    for name, tensor in file.tensors.items():
+        kind, pieces = tensor.kind, [np.concatenate(list(file.pieces(tensor)), axis=None)]
+        if name == "v.blk.0.ln1.bias":
+            kind, pieces = types.BY_NAME["f16"], [np.zeros(2 * tensor.shape[0], np.uint8)]
+        planned.append(Planned(name=name, kind=kind, shape=tensor.shape, pieces=lambda pieces=pieces: iter(pieces)))
+    with (path := tmp_path / "half.gguf").open("wb") as made:
+        writer.write(made, list(file.fields.values()), planned, lambda done, total: None)
+    with pytest.raises(ConversionError, match=r"v\.blk\.0\.ln1\.bias is f16; wanted: f32"):
+        with_projector(path, kvflash=512)
 
 
 @where_widths_agree

@@ -213,6 +213,16 @@ def test_tensors_of_an_eagle3_drafter_are_checked(
     assert caught.value.what == what
 
 
+def test_a_map_of_an_eagle3_drafter_without_a_head_is_as_long_as_the_target_s(tmp_path: Path, target: Path) -> None:
+    """llama.cpp asserts it in the first step: the head is the target's then."""
+    arrays = {"d2t": np.arange(100, dtype=np.float32)}
+    broken = with_tensors(
+        small_eagle3(tmp_path / "sound.gguf"), tmp_path / "broken.gguf", lambda all: all.update(arrays)
+    )
+    with pytest.raises(ConversionError, match=r"d2t is 100 tokens, and no output\.weight"):
+        verify.verify(broken, model=target)
+
+
 # --- migrate
 
 

@@ -201,7 +201,19 @@ def test_rope_that_turns_nothing(tmp_path: Path, architecture: str, key: str) ->
         *(("blk.0.ssm_a", kind, "f32") for kind in ("f16", "bf16", "i32")),
         *(("blk.0.ssm_dt.bias", kind, "f32") for kind in ("f16", "bf16")),
         *(("output_norm.weight", kind, "f32, or another type of weights") for kind in ("i8", "i32", "i64", "f64")),
-        ("blk.0.ssm_norm.weight", "f16", ""),
+        *(
+            (name, kind, "f32")
+            for name in (
+                "blk.0.ssm_norm.weight",
+                "output_norm.weight",
+                "blk.0.attn_norm_2.weight",
+                "v.blk.0.ln1.weight",
+                "blk.0.attn_q.bias",
+                "rope_freqs.weight",
+            )
+            for kind in ("f16", "bf16")
+        ),
+        ("blk.0.ffn_gate_inp_shexp.weight", "f16", ""),
         ("blk.0.ffn_gate_tid2eid", "i32", ""),
     ],
 )
