@@ -219,12 +219,12 @@ class Pool:
             self.decoding = len(steps)
         engine, end, wait, codes = self.engine, 0, 0, steps[0].codes
         for step in steps:
-            first, start, n, branches = end, step.start, len(step.tokens), step.branches
+            first, start, n = end, step.start, len(step.tokens)
             end += n
             step.first, step.codes = first, codes  # one list: the engine notes the result for all at once
             if step.wait > wait:
                 wait = step.wait
-            if n == 1 and branches is None and step.streamed is None and step.tokens[0] >= 0:
+            if n == 1 and step.branches is None and step.streamed is None and step.tokens[0] >= 0:
                 # Every decoded token comes here. Numpy takes three times as long for a slice of length one.
                 engine.seq[first], engine.token[first], engine.pos[first] = step.seq, step.tokens[0], start
                 engine.output[first] = step.output.every or step.output.last
@@ -232,30 +232,8 @@ class Pool:
                 engine.query_row[first] = queries.order.item(start % queries.ring) if queries.rows else -1
                 engine.slot[first] = slot = step.plan.layout.slot_of(start)
                 step.mask.fill_token(start, slot, first)
-                continue
-            engine.seq[first:end] = step.seq
-            engine.token[first:end] = step.tokens
-            engine.output[first:end] = step.output.every
-            engine.output[end - 1] = step.output.every or step.output.last
-            layout, slots = step.plan.layout, engine.slot[first:end]
-            if branches is None:
-                engine.pos[first:end] = np.arange(start, start + n) if n > 1 else start
-                if step.queries.rows:
-                    step.queries.capture(start, n, engine.query_row[first:end])
-                layout.slots(start, slots)
-                if step.streamed is None:
-                    step.mask.fill(start, slots, first)
-                    if step.tokens[0] < 0 and self.is_span(step.tokens):
-                        step.mask.open_span(slots, first)
             else:
-                engine.pos[first:end] = start + branches.depth
-                if step.queries.rows:
-                    ring = step.queries
-                    engine.query_row[first:end] = ring.order[(start + branches.where) % ring.ring]
-                slots[:] = [layout.slot_of(start + at) for at in branches.where.tolist()]
-                step.mask.fill_tree(start, slots, branches.parent, first)
-            if not step.queries.rows:
-                engine.query_row[first:end] = -1
+                self._write(step)
         for text in others:
             text.logits = NO_LOGITS
         media = self._media(steps[0]) if engine.token[0] < 0 else None
@@ -269,6 +247,34 @@ class Pool:
             engine.step(self.padding.fill(end, {step.seq for step in steps}), wait, codes)
         finally:
             self.padding.clear(end)
+
+    def _write(self, step: Step) -> None:
+        """Write the rows of a step that has several tokens, a tree or media, or streams."""
+        engine, first, start, n, branches = self.engine, step.first, step.start, len(step.tokens), step.branches
+        end = first + n
+        engine.seq[first:end] = step.seq
+        engine.token[first:end] = step.tokens
+        engine.output[first:end] = step.output.every
+        engine.output[end - 1] = step.output.every or step.output.last
+        layout, slots = step.plan.layout, engine.slot[first:end]
+        if branches is None:
+            engine.pos[first:end] = np.arange(start, start + n) if n > 1 else start
+            if step.queries.rows:
+                step.queries.capture(start, n, engine.query_row[first:end])
+            layout.slots(start, slots)
+            if step.streamed is None:
+                step.mask.fill(start, slots, first)
+                if step.tokens[0] < 0 and self.is_span(step.tokens):
+                    step.mask.open_span(slots, first)
+        else:
+            engine.pos[first:end] = start + branches.depth
+            if step.queries.rows:
+                ring = step.queries
+                engine.query_row[first:end] = ring.order[(start + branches.where) % ring.ring]
+            slots[:] = [layout.slot_of(start + at) for at in branches.where.tolist()]
+            step.mask.fill_tree(start, slots, branches.parent, first)
+        if not step.queries.rows:
+            engine.query_row[first:end] = -1
 
     def _settle(self, texts: Sequence[TextOnPool]) -> None:
         """Settle draft rows of texts that could not roll back after a step of others."""
