@@ -6,10 +6,8 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
@@ -24,8 +22,9 @@ import kvflash_ggml  # noqa: E402
 from kvflash_ggml import cli, env  # noqa: E402
 from kvflash_ggml.batching.engine import Completion  # noqa: E402
 from kvflash_ggml.batching.messages import Finished, Piece, Usage  # noqa: E402
-from kvflash_ggml.llama.stats import DeviceStats, ReadStats, Reason  # noqa: E402
+from kvflash_ggml.llama.stats import DeviceStats, PoolStats, ReadStats  # noqa: E402
 from kvflash_ggml.placement.sizes import Placement  # noqa: E402
+from kvflash_ggml.policy.qk import Reason  # noqa: E402
 from kvflash_ggml.speculation.loop import SpecStats  # noqa: E402
 from kvflash_ggml.trace.recorder import Moment, Trace  # noqa: E402
 
@@ -65,8 +64,6 @@ NO_OPTIONS = {
 def render() -> str:
     """Return the page."""
     Llama = kvflash_ggml.Llama
-    hint = typing.get_type_hints(Llama.kvflash.fget)["return"]
-    (stats,) = (kind for kind in typing.get_args(hint) if kind is not NoneType)
     parts = [HEAD]
     for name in sorted(set(kvflash_ggml.__all__) - {"errors", "__version__"}):
         value = getattr(kvflash_ggml, name)
@@ -74,7 +71,7 @@ def render() -> str:
         if value is kvflash_ggml.Engine:
             parts.append(_members(value))
         if value is Llama:
-            parts += [_members(Llama), "### `llm.kvflash`\nThe state of the pool.\n\n" + _members(stats)]
+            parts += [_members(Llama), "### `llm.kvflash`\nThe state of the pool.\n\n" + _members(PoolStats)]
     rows = (f"| {name} | `{_fields(cls)}` | {_cell(inspect.getdoc(cls))} |" for name, cls in VALUES.items())
     parts.append(
         _table("## Values\nWhat properties and calls return. The classes need no import.", ["from", "fields", ""], rows)

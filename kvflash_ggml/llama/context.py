@@ -8,14 +8,16 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import llama_cpp
 from llama_cpp import _internals as internals
 
 from ..errors import ConfigError, KVFlashError
 from ..gguf import purpose
-from ..sequence.sequence import Sequence as Text
+
+if TYPE_CHECKING:
+    from ..sequence.sequence import Sequence as Text
 
 _paged: weakref.WeakValueDictionary[int, PagedContext] = weakref.WeakValueDictionary()
 """The contexts that live, by address."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from ..arrays import address
 from ..config import MTP, NGRAM, KVFlashConfig, SpecConfig
-from ..native.engine import plane_bytes
 
 if TYPE_CHECKING:
     import llama_cpp
@@ -50,6 +49,8 @@ def room(
     """
     if config.spec is None and draft_model is None and config.answer != "lossless":
         return DraftRoom()
+    from ..native.engine import plane_bytes  # here: a Llama without a pool needs no engine
+
     spec = config.spec or SpecConfig()
     n_batch = min(n_batch, params.n_ctx or model.n_ctx_train())
     size = plane_bytes(address(model.model))

@@ -37,7 +37,6 @@ from . import asked, parameters, stock
 from .call_lock import CallLock, changing, locked, writing
 from .context import Batch, check_adapter
 from .opening import Opening
-from .stats import PoolStats
 from .stock import Stock
 from .tokenizer import IncrementalTokenizer, WholeTokenizer, check_tokens
 
@@ -48,7 +47,9 @@ if TYPE_CHECKING:
     from ..placement.sizes import Placement
     from ..sampling import Samplers
     from .keywords import Keywords
+    from .pooled import PooledTexts
     from .preview import Previews
+    from .stats import PoolStats
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -144,6 +145,7 @@ class Llama(llama_cpp.Llama):
     """Tokens that the running completion asks `generate` for at most, if that is known: no more are drafted."""
     _previews: Previews | None = None
     _draft_model: Any = None
+    _pooled: PooledTexts | None = None
     _echoes = False
     """The running completion echoes its prompt with logprobs."""
 
@@ -185,7 +187,8 @@ class Llama(llama_cpp.Llama):
             self.n_batch = min(self._n_ctx, request.n_batch)
         self._at_hand.open(Model(self, logits_all=opening.logits_all))
         if opening.config is not None:
-            self._ctx = opening.open_pool(self, self._saver)
+            self._pooled = opening.open_pool(self, self._saver)
+            self._ctx = self._pooled.context
             if opening.config.reading == "preview":
                 from .preview import Previews
 
@@ -470,16 +473,16 @@ class Llama(llama_cpp.Llama):
 
     @draft_model.setter
     def draft_model(self, model: Any) -> None:
-        self._draft_model, text, opening = model, self._at_hand, self._opening
-        if text.sequence is not None:
-            if text.speculator is not None and opening.drafting is not None:
-                opening.drafting = opening.drafting.after(text.speculator)
-            opening.open_speculator(text, model)
+        self._draft_model, text, texts = model, self._at_hand, self._pooled
+        if texts is not None:
+            if text.speculator is not None and texts.drafting is not None:
+                texts.drafting = texts.drafting.after(text.speculator)
+            texts.open_speculator(text, model)
 
     @property
     def kvflash(self) -> PoolStats | None:
         """The live state of the pool, or None without one."""
-        return None if self._at_hand.sequence is None else self._opening.stats_of(self._at_hand)
+        return None if self._pooled is None else self._pooled.stats_of(self._at_hand)
 
     def create_chat_completion(self, *args: Any, **settings: Any) -> Any:
         """Answer a chat; with `tools`, by the model's own template, if it has one and no `chat_format` was given.

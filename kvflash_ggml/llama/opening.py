@@ -1,4 +1,4 @@
-"""Opens a `Llama`: what its context needs, the pool on it, and the texts of that pool."""
+"""Decides how a `Llama` is opened: what is loaded, what its context needs, and how large its pool is."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import llama_cpp
 
@@ -17,21 +16,13 @@ from ..arrays import address
 from ..config import KVFlashConfig
 from ..constants import POOL_STEP, SPEED_CAP, round_up
 from ..errors import ConfigError
-from ..native import engine as native
 from ..native import library
 from ..placement import devices, memory, sizing
 from ..placement.sizing import PoolSize, with_steps
 from ..policy.base import DRAFTER, Scorer
 from ..runtime.saving import Saver
-from ..runtime.text import Text
-from ..sequence.pool import Pool
-from ..sequence.sequence import Sequence as Pooled
-from ..snapshot import fingerprint
-from .context import PagedContext, take_closing
 from .drafting import DraftRoom, device_bytes, loads_head, room, search
 from .parameters import UPSTREAM_PARAMETERS, ModelRequest
-from .reading import open_sequence
-from .stats import PoolStats
 
 if TYPE_CHECKING:
     from llama_cpp._internals import LlamaModel
@@ -40,14 +31,13 @@ if TYPE_CHECKING:
     from ..placement.sizes import Placement
     from ..remote import Endpoint
     from ..speculation.find import Found
-    from ..speculation.loop import Speculator
-    from .speculating import Drafting
+    from .pooled import PooledTexts
 
 logger = logging.getLogger("kvflash_ggml")
 
 
 class Opening:
-    """How one `Llama` is opened, from its keywords to its pool, and the texts of this pool.
+    """How one `Llama` is opened, from its keywords to its pool.
 
     `Llama` calls `load` and `size_pool` in the midst of upstream's constructor, and `open_pool` behind it.
 
@@ -57,7 +47,6 @@ class Opening:
     before the weights were loaded.
 
     room, size: what drafts need, and the pool, once it is sized. halvings: how often an "auto" pool was too large.
-    drafting: the drafters of the pool; None while there are none.
     """
 
     def __init__(self, path: str, request: ModelRequest, *, installed: bool) -> None:
@@ -108,7 +97,6 @@ class Opening:
         self._arrays: ModelArrays | None = None
         self.free: dict[str, int] = {}
         self.room = DraftRoom()
-        self.drafting: Drafting | None = None
         self.size: PoolSize | None = None
         self.halvings = 0
 
@@ -148,12 +136,14 @@ class Opening:
             vision.open_projector(llm, self._projector, self.free)
         if self.config is None:
             return nullcontext()
+        from ..native.engine import pool_request  # here: a Llama without a pool needs no engine
+
         params, mapped = llm.context_params, is_mapped(llm)
         self.room = room(model, params, self.config, self._draft_model, **self._steps)
         params.n_rs_seq = self.room.planes
         self.config, alone = self._with_sequences(self.config, model, params, mapped=mapped)
         self.size = replace(self._sized(self.config, model, params, mapped=mapped), alone=alone)
-        return native.pool_request(self.size.slots, self._query_rows(params) if self.size.bounded else 0)
+        return pool_request(self.size.slots, self._query_rows(params) if self.size.bounded else 0)
 
     def _query_rows(self, params: llama_cpp.llama_context_params) -> int:
         """Count the queries of all sequences that are captured, if a text can be longer than its share of the pool."""
@@ -219,110 +209,23 @@ class Opening:
 
     # --- behind it
 
-    def open_pool(self, llm: llama_cpp.Llama, saver: Saver) -> PagedContext:
-        """Open the pool of a context, with its scorer and its drafters. Returns the context, which the pool drives.
+    def open_pool(self, llm: llama_cpp.Llama, saver: Saver) -> PooledTexts:
+        """Open the pool of the context. saver: of the text at hand."""
+        from .pooled import PooledTexts  # here: a Llama without a pool needs nothing of one
 
-        saver: of the first text.
-        """
-        config, size, text = self.config, self.size, saver.text
+        config, size, scorer, model = self.config, self.size, self._scorer, saver.text.model
         assert config is not None
         assert size is not None
-        model = text.model
-        context, stack, n_ubatch = model.context, model.context._exit_stack, model.n_ubatch
         if self._drafter is not None:
             from ..drafter import model as drafter
 
-            idle = size.slots - 2 * n_ubatch
-            self._scorer = drafter.make_scorer(
+            idle = size.slots - 2 * model.n_ubatch
+            scorer = drafter.make_scorer(
                 self._drafter, model.weights, llm.model_params, llm.context_params, n_ctx=model.n_ctx, idle=idle
             )
-        engine = native.PagedEngine(address(context.ctx), max(n_ubatch, self.room.rows))
-        stack.callback(engine.close)  # should anything of what follows fail
-        if self.room.rows:
-            from .speculating import open_drafting  # here, as below: it imports every drafter
-
-            self.drafting = open_drafting(llm, config, self._found, engine, self.room.rows, stack)
-        sizing.warn_if_tight(engine.info.devices, n_ubatch)
-        limit = sizing.image_limit(
-            config, address(model.weights.model), size, engine.info.page_bytes, mapped=is_mapped(llm)
+        return PooledTexts(
+            llm, saver, config, size, scorer=scorer, found=self._found, rows=self.room.rows, mapped=is_mapped(llm)
         )
-        pool = Pool(
-            engine,
-            n_ubatch=n_ubatch,
-            host_limit=limit,
-            spill=config.spill,
-            fixed_rows=config.deterministic_batch,
-        )
-        self._fingerprint = fingerprint.of_llama(llm, engine)
-        self._saver, self._swa_full = saver, bool(llm.context_params.swa_full)
-        sequence = open_sequence(model, config, pool, self._scorer)
-        self._open_text(saver, sequence)
-        self.open_speculator(saver.text, llm.draft_model)
-        from ..calibration.finder import open_finder  # here: a Llama without a pool has no heads to find
-
-        model.finder = open_finder(llm, model.weights, sequence, self._scorer)
-        if model.finder is not None:
-            stack.callback(model.finder.close)
-        banner = self.stats_of(text).banner()
-        if llm.verbose:
-            logger.warning(banner)
-        else:
-            logger.info(banner)
-        return PagedContext(context, sequence)
-
-    def stats_of(self, text: Text) -> PoolStats:
-        """Return the live state of the pool as a text on it sees it."""
-        assert self.size is not None
-        return PoolStats(text.pooled, self.size, text.model.finder, text.speculator, swa_full=self._swa_full)
-
-    def open_speculator(self, text: Text, draft_model: Any, first: Speculator | None = None) -> None:
-        """Let a text have what drafts for it. draft_model, first: as in `speculating.make_speculator`."""
-        assert self.config is not None
-        made, opened = None, self.drafting is not None and len(self.drafting.drafters) > 0
-        if draft_model is not None or opened or first is not None or self.config.answer == "lossless":
-            from .speculating import Drafting, make_speculator
-
-            self.drafting = self.drafting or Drafting()
-            made = make_speculator(draft_model, text, self.config, self.drafting, first)
-        text.speculator = text.pooled.follower = made
-
-    def texts(self, draft_model: Any) -> list[tuple[Saver, PoolStats]]:
-        """Return all texts that the pool has room for, the first one first, each with what tells of it.
-
-        The further ones are opened now. They are closed with the context, which nothing else may use meanwhile.
-        draft_model: of the `Llama`.
-        """
-        count = self._saver.text.pooled.config.sequences
-        savers = [self._saver, *(self._open_beside(seq, draft_model) for seq in range(1, count))]
-        return [(saver, self.stats_of(saver.text)) for saver in savers]
-
-    def _open_beside(self, seq: int, draft_model: Any) -> Saver:
-        """Return the text of another sequence. It reads as the first one does, and drafts for itself if that does."""
-        first, config, text = self._saver.text, self.config, Text()
-        assert config is not None
-        text.open(first.model)
-        text.seed = first.seed
-        scorer, reading = policy.resolve(config.policy), first.pooled.reading
-        own = open_sequence(text.model, config, first.pooled.pool, scorer, seq=seq, reading=reading)
-        saver = Saver(text)
-        self._open_text(saver, own)
-        self.open_speculator(text, draft_model, first.speculator)
-        if text.speculator is not None:
-            from ..speculation.loop import ANOTHER
-
-            text.speculator.lend(ANOTHER)
-        if text.model.finder is not None:
-            text.model.finder.settle(own)
-        if first.prefixes is not None:
-            saver.use(first.prefixes.cache)
-        return saver
-
-    def _open_text(self, saver: Saver, sequence: Pooled) -> None:
-        """Let a text have the memory of a sequence."""
-        saver.text.sequence, context = sequence, saver.text.model.context
-        # with the context's own, which a garbage collector may close before it closes this
-        context._exit_stack.callback(sequence.close, partial(take_closing, context))
-        saver.open(self._fingerprint)
 
 
 def allow_several(params: llama_cpp.llama_context_params, sequences: int, *, n_batch: int, n_ubatch: int) -> None:

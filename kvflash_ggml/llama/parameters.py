@@ -15,7 +15,6 @@ import llama_cpp
 from llama_cpp.llama_cache import BaseLlamaCache
 
 from .. import notation, system
-from ..calibration import choice
 from ..config import Fit, KVFlashConfig, PrefixCache, SpecConfig
 from ..constants import KV_TYPES, MAX_CONTEXT, MAX_THREADS
 from ..errors import ConfigError
@@ -119,6 +118,8 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> ModelRequest:
         upstream.setdefault("n_ctx", 0)
         upstream.setdefault("swa_full", False)
     if config is not None and isinstance(config.calibrate, Path):
+        from ..calibration import choice  # here: it imports how heads are chosen
+
         choice.read(config.calibrate)  # before a model is loaded, which takes minutes
     if config is not None and config.deterministic and store is not None:
         raise ConfigError("kvflash_deterministic reads each prompt from its beginning: leave out kvflash_cache")

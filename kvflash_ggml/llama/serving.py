@@ -21,13 +21,12 @@ def texts_of(llm: Llama) -> list[tuple[Saver, PoolStats]]:
     The further ones are opened now. They are closed with the Llama, which nothing else may use meanwhile. KVFlashError
     for a Llama without a pool, ConfigError for one that makes previews by itself.
     """
-    opening = llm._opening
-    config = opening.config
-    if config is None:
+    texts = llm._pooled
+    if texts is None:
         raise KVFlashError("a server parks conversations in a pool: make the Llama with kvflash=")
-    if config.reading == "preview":
+    if texts.config.reading == "preview":
         raise ConfigError("a server makes previews by request: make the Llama with kvflash_reading='auto'")
-    return opening.texts(llm.draft_model)
+    return texts.all(llm.draft_model)
 
 
 def image_reader_of(llm: Llama) -> ImageReader | None:

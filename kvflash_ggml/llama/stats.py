@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import Floats
-from ..calibration.finder import HeadFinder
 from ..constants import CHUNK
 from ..logs import Progress
 from ..placement.sizing import PoolSize
-from ..policy.qk import QKScorer, Reason
 from ..sequence.reading import ReadStats
 from ..sequence.sequence import Sequence
 from ..trace.events import Observer
 
 if TYPE_CHECKING:
+    from ..calibration.finder import HeadFinder
+    from ..policy.qk import QKScorer, Reason
     from ..speculation.loop import SpecStats, Speculator
     from ..trace.recorder import Summary, Trace
 
@@ -212,9 +212,17 @@ class PoolStats:
 
     def explain(self, wanted: bool) -> None:
         """Record why chunks score as they do, for `reasons`, from now on, or stop. Recording makes scoring slower."""
-        scorer = None if self._sequence.scoring is None else self._sequence.scoring.scorer
-        if isinstance(scorer, QKScorer):
+        scorer = self._explaining
+        if scorer is not None:
             scorer.explains = wanted
+
+    @property
+    def _explaining(self) -> QKScorer | None:
+        """The policy, if it can tell why chunks score as they do."""
+        from ..policy.qk import QKScorer  # here: another policy may be in use, or none
+
+        scorer = None if self._sequence.scoring is None else self._sequence.scoring.scorer
+        return scorer if isinstance(scorer, QKScorer) else None
 
     def when_full(self, give_way: Callable[[], bool]) -> None:
         """Have `give_way` called, from any thread, where host memory is at its limit and no spill folder takes more.
@@ -229,8 +237,8 @@ class PoolStats:
         """Return a `Reason` for each of the best chunks of `scores`, which an observer of `watch` was given: the array
         itself, no copy. Empty without `explain`, for older scores, and for other policies than qk.
         """
-        scorer = None if self._sequence.scoring is None else self._sequence.scoring.scorer
-        return scorer.reasons_of(scores) if isinstance(scorer, QKScorer) else []
+        scorer = self._explaining
+        return [] if scorer is None else scorer.reasons_of(scores)
 
     def record(self) -> Trace:
         """Begin to record what is resident when. The trace fills while the model runs, until the next call.

@@ -13,12 +13,12 @@ from ..arrays import Int32s, common_prefix
 from ..config import PrefixCache
 from ..errors import ConfigError, KVFlashError
 from ..sequence import prefill, restore
-from ..snapshot.fingerprint import Fingerprint
-from ..snapshot.store import SnapshotStore
 from ..state.session import SessionState
 from .text import Text
 
 if TYPE_CHECKING:
+    from ..snapshot.fingerprint import Fingerprint
+    from ..snapshot.store import SnapshotStore
     from ..store.prefixes import Prefixes
 
 logger = logging.getLogger("kvflash_ggml")
@@ -36,6 +36,8 @@ class Saver:
 
     def open(self, read: Callable[[], Fingerprint]) -> None:
         """Save the text of a pool from now on. read: returns what must be equal for its bytes to mean the same."""
+        from ..snapshot.store import SnapshotStore  # here: a text without a pool has none
+
         model = self.text.model
         self.store = SnapshotStore(self.text.pooled, fingerprint=read, n_vocab=model.n_vocab)
         model.context._exit_stack.callback(self.store.close)

@@ -12,13 +12,13 @@ from ..arrays import Int32s
 from ..errors import ConfigError, KVFlashError, NotFinite, SnapshotError
 from ..logs import Progress
 from ..sequence import prefill, together
-from ..sequence.sequence import Sequence
 from ..sequence.step import EVERY, LAST, Step
 from .hints import SharedCores
 from .saving import Saver
 from .text import OnLogits
 
 if TYPE_CHECKING:
+    from ..sequence.sequence import Sequence
     from ..speculation.draft import Draft
     from ..speculation.loop import Speculator, Verified
 

@@ -16,13 +16,13 @@ from ..constants import CHUNK
 from ..errors import CLOSED, ConfigError, ContextFull, KVFlashError, NotFinite, SnapshotError
 from ..logs import Progress
 from ..sequence import prefill
-from ..sequence.sequence import Sequence
 from ..sequence.step import NO_LOGITS, Logits, Step
 from ..state.session import SessionState
 from .hints import SlowPrompt
 from .model import Model
 
 if TYPE_CHECKING:
+    from ..sequence.sequence import Sequence
     from ..speculation.loop import Speculator
     from ..store.prefixes import Prefixes
 

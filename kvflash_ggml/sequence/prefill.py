@@ -6,21 +6,23 @@ from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import Int32s
 from ..constants import CHUNK
 from ..errors import KVFlashError
-from ..logs import Progress
 from ..media.rows import are_mutual
 from ..native.streamed import NO_MASSES, MassRequest
-from ..pool.page_table import PageTableState
 from ..state.session import Replay
 from .reading import ReadStats
-from .sequence import Sequence
 from .step import EVERY, LAST, AfterStep, Output, Step
+
+if TYPE_CHECKING:
+    from ..arrays import Int32s
+    from ..logs import Progress
+    from ..pool.page_table import PageTableState
+    from .sequence import Sequence
 
 QUESTION_TOKENS = 64
 """Tokens at the end of a prompt that count as its question. The pool evaluates them twice: first to score, then with

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from ..constants import CHUNK
 from ..pool.masks import View, choose, everything_is_resident, lies_in_order
-from ..pool.page_table import PageTable
-from ..pool.plan import Chunk, Plan
-from ..pool.residency import Ranking
 
 if TYPE_CHECKING:
+    from ..pool.page_table import PageTable
+    from ..pool.plan import Chunk, Plan
+    from ..pool.residency import Ranking
     from .pool import Pool
 
 

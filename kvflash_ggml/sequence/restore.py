@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..constants import CHUNK
 from ..errors import ContextFull, NotFinite, SnapshotError
-from ..host.image import PageImage
 from ..media.rows import advances_of
 from ..pool.plan import ABSENT
 from ..state.session import Blob, Bytes, SessionState, in_memory
-from .sequence import Sequence
+
+if TYPE_CHECKING:
+    from ..host.image import PageImage
+    from .sequence import Sequence
 
 
 def state(text: Sequence, length: int | None = None, *, drafts: bool = True) -> SessionState:

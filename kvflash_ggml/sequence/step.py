@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from ..arrays import Int32s
 from ..native.streamed import NO_MASSES, MassRequest, Streamed
-from ..pool.masks import Branches, SlotMask, View
-from ..pool.plan import Plan
-from ..state.session import SavedDraft
-from .copies import SavedState
-from .draft_rows import DraftRows
-from .query_ring import QueryRing
+
+if TYPE_CHECKING:
+    from ..arrays import Int32s
+    from ..pool.masks import Branches, SlotMask, View
+    from ..pool.plan import Plan
+    from ..state.session import SavedDraft
+    from .copies import SavedState
+    from .draft_rows import DraftRows
+    from .query_ring import QueryRing
 
 AfterStep = Callable[[int, int], None]
 """Called as (start, count) once a text has the tokens of a step, while their logits are available."""

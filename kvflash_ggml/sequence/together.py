@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..errors import DeviceLost, NotFinite
-from .sequence import Sequence as Text
 from .step import Step
 
-Prepared = tuple[Text, Step]
+if TYPE_CHECKING:
+    from .sequence import Sequence as Text
+
+Prepared = tuple["Text", Step]
 
 
 def compute(prepared: Sequence[Prepared], *, again: bool = True) -> list[Exception | None]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Buffer, Floats, Int32s, Int64s
 from ..errors import SnapshotError
-from ..host.heap import PageHeap
-from ..host.image import PageImage
-from ..pool.page_table import PageTableState
+
+if TYPE_CHECKING:
+    from ..arrays import Buffer, Floats, Int32s, Int64s
+    from ..host.heap import PageHeap
+    from ..host.image import PageImage
+    from ..pool.page_table import PageTableState
 
 
 class Blob(Protocol):

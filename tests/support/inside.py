@@ -26,7 +26,7 @@ class Inside:
     session = Part("_at_hand.sequence")
     slow = Part("_at_hand._slow")
     speculator = Part("_at_hand.speculator")
-    drafting = Part("_opening.drafting")
+    drafting = Part("_pooled.drafting")
     finder = Part("_at_hand.model.finder")
     prefixes = Part("_at_hand.prefixes")
     config = Part("_opening.config")
