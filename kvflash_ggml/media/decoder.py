@@ -2,13 +2,15 @@
 
 Run it with the path of libmtmd, bounds in seconds of the CPU and in bytes, and the samples of sound in a second. It
 reads the file from stdin. To stdout it writes width and height, four bytes each, and RGB; or the number of samples, 1,
-and the samples. It imports nothing of the package, which would take longer.
+and the samples. It imports nothing of the package, which would take longer. With PDF in the place of a library, and no
+samples, it writes the number of pages, 0, and their text in UTF-8.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import sys
 from pathlib import Path
 
@@ -17,6 +19,9 @@ with contextlib.suppress(ModuleNotFoundError):  # Windows has no limits
 
 REFUSED, NO_LIBRARY = 3, 4
 """Exit statuses: for a file that cannot be decoded, or has no room; and where there is no decoder that fits."""
+
+
+PDF = "pdf"
 
 
 class _Options(ctypes.Structure):
@@ -60,6 +65,21 @@ def main(library: str, seconds: int, memory: int, rate: int) -> int:
     return 0
 
 
+def read_pdf(seconds: int, memory: int) -> int:
+    """Write the text of a PDF from stdin to stdout; the exit status."""
+    from pypdf import PdfReader
+
+    data = sys.stdin.buffer.read()
+    _limit(seconds, memory, files=64)  # it imports parts of itself when a file needs them
+    try:
+        texts = [page.extract_text() for page in PdfReader(io.BytesIO(data)).pages]
+    except Exception:  # a damaged file fails in many ways
+        return REFUSED
+    sys.stdout.buffer.write(len(texts).to_bytes(4, "little") + bytes(4))
+    sys.stdout.buffer.write("\n\n".join(texts).encode("utf-8", "replace"))
+    return 0
+
+
 def _listening(rate: int) -> ctypes.Array[ctypes.c_uint64] | None:
     """Make what the decoder takes for a model that hears `rate` samples in a second; None for 0.
 
@@ -75,11 +95,11 @@ def _listening(rate: int) -> ctypes.Array[ctypes.c_uint64] | None:
     return memory
 
 
-def _limit(seconds: int, memory: int) -> None:
-    """Bound the time of the CPU, and the memory beyond what there is now; open no file, and leave no core dump."""
+def _limit(seconds: int, memory: int, *, files: int = 0) -> None:
+    """Bound the time of the CPU, the memory beyond what there is now, and the open files; leave no core dump."""
     if "resource" not in globals():
         return
-    bounds = {resource.RLIMIT_CPU: seconds, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 0}
+    bounds = {resource.RLIMIT_CPU: seconds, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: files}
     with contextlib.suppress(OSError):  # only Linux says how much there is, and keeps to it
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         bounds[resource.RLIMIT_AS] = pages * resource.getpagesize() + memory
@@ -89,4 +109,5 @@ def _limit(seconds: int, memory: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:])))
+    library, *bounds = sys.argv[1:]
+    sys.exit(read_pdf(*map(int, bounds)) if library == PDF else main(library, *map(int, bounds)))

@@ -1,4 +1,4 @@
-"""Files of images and of sound, which may be hostile, as pixels and samples."""
+"""Files of images, of sound and of PDFs, which may be hostile, as pixels, samples and text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ConfigError, KVFlashError
-from .decoder import NO_LIBRARY
+from .decoder import NO_LIBRARY, PDF
 
 LONGEST = 200
 """Times that one side of an image may be as long as the other."""
@@ -27,6 +27,10 @@ _EACH = 24
 """Bytes of memory for a pixel: a PNG of 16 bits and four channels lies there twice. A sample lies there twice too."""
 _BESIDE = 64 << 20
 _PROGRAM = Path(__file__).with_name("decoder.py")
+MOST_TEXT = 16 << 20
+"""Bytes of a PDF's text."""
+_PDF_MEMORY = 1 << 30
+"""Bytes. A PDF of 20 MB with 1,000 pages takes a tenth."""
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
 """Variables that the program sees: it may be taken over, and others hold secrets."""
 
@@ -77,6 +81,24 @@ def decode(data: bytes, libmtmd: Path | str, *, limits: MediaLimits | None = Non
     return _pixels(data, libmtmd, limits.pixels)
 
 
+def pdf_text(data: bytes) -> tuple[int, str]:
+    """Return the number of pages of a PDF, and their text. It needs pypdf. ConfigError for what has none, or too much.
+
+    Another process reads it, with the bounds of `decode`.
+    """
+    pages, _, made = _bounded([PDF, str(SECONDS), str(_PDF_MEMORY)], data, MOST_TEXT, "-I")[:3]
+    text = made.decode("utf-8", "replace")
+    if len(made) > MOST_TEXT:
+        raise ConfigError(f"a PDF has more than {MOST_TEXT} bytes of text: send a part of its pages")
+    if not pages:
+        raise ConfigError(
+            f"a PDF of {len(data)} bytes cannot be read: it is damaged, encrypted, or takes more than {SECONDS} seconds"
+        )
+    if not text.strip():
+        raise ConfigError(f"a PDF of {pages} pages has no text: it may be a scan: send its pages as images")
+    return pages, text
+
+
 def _pixels(data: bytes, libmtmd: Path | str, most: int) -> Pixels:
     width, height, made = _run(data, libmtmd, 3 * most, _EACH * most, 0)
     if width * height > most:
@@ -116,7 +138,16 @@ def _run(data: bytes, libmtmd: Path | str, most: int, memory: int, rate: int) ->
     """Run the decoder. Return the two numbers that it writes, 0 where it fails, and at most `most` + 1 bytes after
     them.
     """
-    command = [sys.executable, "-I", "-S", str(_PROGRAM), str(libmtmd), str(SECONDS), str(memory + _BESIDE), str(rate)]
+    bounds = [str(libmtmd), str(SECONDS), str(memory + _BESIDE), str(rate)]
+    first, second, made, status = _bounded(bounds, data, most, "-I", "-S")
+    if status == NO_LIBRARY:
+        raise KVFlashError(f"{libmtmd} cannot be loaded by a process of its own: no file can be decoded")
+    return first, second, made
+
+
+def _bounded(arguments: list[str], data: bytes, most: int, *flags: str) -> tuple[int, int, bytes, int]:
+    """Run the program on a file. Return what it writes, as `_run`, and how it has ended. flags: of Python."""
+    command = [sys.executable, *flags, str(_PROGRAM), *arguments]
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
     with tempfile.TemporaryFile() as file:
         file.write(data)
@@ -135,9 +166,8 @@ def _run(data: bytes, libmtmd: Path | str, most: int, memory: int, rate: int) ->
             finally:
                 late.cancel()
                 _kill(process)
-    if process.returncode == NO_LIBRARY:
-        raise KVFlashError(f"{libmtmd} cannot be loaded by a process of its own: no file can be decoded")
-    return int.from_bytes(made[:4], "little"), int.from_bytes(made[4:8], "little"), made[8:]
+    first, second = (int.from_bytes(made[at : at + 4], "little") for at in (0, 4))
+    return first, second, made[8:], process.returncode
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -23,7 +23,7 @@ from ..batching.scheduler import Scheduler
 from ..chat.formats import schema_of
 from ..chat.values import Grammar
 from ..errors import ConfigError
-from . import bodies, fields
+from . import bodies, fields, forms
 from .errors import ApiError, blaming, invalid
 from .exchange import AnswerWriter, EventStream, collected, submitted, whole
 from .intake import KEY, TAKEN, Intake
@@ -141,7 +141,7 @@ class Front(Intake):
 
         ApiError while the server is draining, too.
         """
-        data = await self.received(http, form=issubclass(kind, FormRequest))
+        data = await self.received(http, *([forms.MEDIA_TYPE] if issubclass(kind, FormRequest) else []))
         self.admit()
         return await self.work(http, self._asked, http, kind, data)
 

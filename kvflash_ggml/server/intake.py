@@ -108,9 +108,8 @@ class Intake:
         except ValueError as err:
             raise ApiError(400, str(err), code="invalid_form") from None
 
-    async def received(self, request: HttpRequest, *, form: bool = False) -> bytearray:
-        """Read a body of JSON, or of a form. ApiError for another type, and for a body too large or too slow."""
-        wanted = forms.MEDIA_TYPE if form else "application/json"
+    async def received(self, request: HttpRequest, wanted: str = "application/json") -> bytearray:
+        """Read a body of this media type. ApiError for another type, and for a body too large or too slow."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         # curl sends another kind unless it is told, as in Ollama's own documentation; the guard keeps foreign pages out
         if kind != wanted and not request.url.path.startswith(OLLAMAS_PATH):

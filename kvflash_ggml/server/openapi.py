@@ -41,6 +41,9 @@ OBJECTS: Mapping[str, Mapping[str, str]] = {
 }
 """Fields of bodies that have no class, with their types, by path."""
 
+FILES: Mapping[str, str] = {"/kvflash/pdf": "application/pdf"}
+"""Media types of bodies that are a file, by path."""
+
 STREAM = "text/event-stream"
 KINDS: Mapping[str, str] = {
     "/": "text/html", "/metrics": "text/plain", "/kvflash/events": STREAM, "/api/chat": "application/x-ndjson",
@@ -107,6 +110,8 @@ def _operation(path: str, endpoint: Endpoint, settings: ServerSettings) -> dict[
         media = MEDIA_TYPE if takes_form(endpoint) else "application/json"
         schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
         made["requestBody"] = {"required": True, "content": {media: {"schema": schema}}}
+    elif path in FILES:
+        made["requestBody"] = {"required": True, "content": {FILES[path]: {"schema": {}}}}
     elif path in OBJECTS:
         made["requestBody"] = {"content": {"application/json": {"schema": _object(_types(OBJECTS[path]))}}}
     error = "AnthropicsError" if path.startswith(ANTHROPICS_PATHS) else "Error"

@@ -1,8 +1,10 @@
 "use strict";
 const $ = (id) => document.getElementById(id);
-const CHUNK = 64, RENDER_MS = 150, LONG = 1500, STORE = "kvflash-chat-";
+const CHUNK = 64, RENDER_MS = 150, LONG = 1500, STORE = "kvflash-chat-", SETTINGS = "kvflash-settings";
+const SAMPLERS = ["temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed"];
+const MOST_SIDE = 1280, MOST_IMAGES = 1500000;  // pixels of an image's side; characters of images that a conversation keeps
 let running = null, map = null, chosen = -1, digest = "", mine = false, words = new Map();
-let chat = null, files = [], asking = "", progress = null, context = 0, kept = new Map();
+let chat = null, files = [], asking = "", progress = null, context = 0, kept = new Map(), editing = null, sees = false;
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 
@@ -60,12 +62,26 @@ function stored() {
   return found.sort((a, b) => b.used - a.used);
 }
 
+function title(one) {
+  const first = one.messages[0], names = (first?.files || []).map((file) => file.name).join(", ");
+  return (one.title || first?.content.trim() || names || "Conversation").slice(0, 70);
+}
+
+function written(one) {
+  let left = MOST_IMAGES;  // the rest of its images lasts until the page is closed
+  return JSON.stringify(one, (key, value) => {
+    if (key !== "image" || typeof value !== "string") return value;
+    left -= value.length;
+    return left < 0 ? undefined : value;
+  });
+}
+
 function save(one) {
   if (!one.messages.length) return;
   one.used = Date.now();
   const others = stored().filter((other) => other.name !== one.name);
   for (;;) {  // the browser gives a page a few MB: the conversation that was used longest ago goes first
-    try { localStorage.setItem(STORE + one.name, JSON.stringify(one)); break; } catch {
+    try { localStorage.setItem(STORE + one.name, written(one)); break; } catch {
       if (!others.length) { $("others").textContent = "This conversation is too long for the browser's storage: a reload loses it."; break; }
       localStorage.removeItem(STORE + others.pop().name);
     }
@@ -73,9 +89,11 @@ function save(one) {
   list();
 }
 
+const random = () => "page-" + Array.from(crypto.getRandomValues(new Uint8Array(12)), (b) => b.toString(16).padStart(2, "0")).join("");
+
 async function open(one) {
   if (running) running.abort();
-  const random = () => "page-" + Array.from(crypto.getRandomValues(new Uint8Array(12)), (b) => b.toString(16).padStart(2, "0")).join("");
+  stopEditing();
   chat = one || { name: random(), messages: [], system: chat ? chat.system : "", kept: null, used: 0 };
   for (const message of chat.messages) if (message.cut === "running") message.cut = "Cut off: the page was closed.";
   sessionStorage.setItem("kvflash-open", chat.name);
@@ -97,37 +115,142 @@ function place(one) {
 }
 
 function list() {
-  const all = stored();
+  const all = stored(), wanted = $("find").value.trim().toLowerCase();
+  const has = (one) => [title(one), ...one.messages.map((message) => message.content)].some((text) => text.toLowerCase().includes(wanted));
   $("count").textContent = `(${all.length})`;
-  $("list").replaceChildren(...all.map((one) => {
-    const row = element("li"), first = one.messages[0], title = (first.content.trim() || first.files.map((f) => f.name).join(", ")).slice(0, 70);
-    const go = button(title, () => { open(one); $("past").open = false; $("input").focus(); });
+  if ($("list").querySelector("input")) return;  // a name is being typed
+  $("list").replaceChildren(...all.filter((one) => !wanted || has(one)).map((one) => {
+    const row = element("li"), said = title(one);
+    const go = button(said, () => { open(one); $("past").open = false; $("input").focus(); });
     if (one.name === chat.name) go.setAttribute("aria-current", "true");
     row.append(go, element("span", `${new Date(one.used).toLocaleString()} · ${place(one)}`, "note"),
-      button("Delete", () => erase(one), "Delete " + title));
+      button("Rename", () => rename(one, row), "Rename " + said),
+      button("Markdown", () => download(one, "md", asMarkdown(one)), "Export as Markdown: " + said),
+      button("JSON", () => download(one, "json", asJSON(one)), "Export as JSON: " + said),
+      button("Delete", () => erase(one), "Delete " + said));
     return row;
   }));
   const known = new Set(all.map((one) => one.kept)), others = [...kept.keys()].filter((id) => !known.has(id)).length;
   $("others").textContent = others ? `The server keeps ${others} more, which other programs or browsers began.` : "";
 }
 
+function rename(one, row) {
+  const field = element("input");
+  field.value = title(one);
+  field.setAttribute("aria-label", "Name of the conversation");
+  const end = (keep) => {
+    const name = field.value.trim();
+    field.remove();
+    if (keep && name) {
+      const used = one.used;
+      if (one.name === chat.name) chat.title = name;
+      one.title = name;
+      localStorage.setItem(STORE + one.name, written({ ...one, used }));
+    }
+    list();
+    $("find").focus();
+  };
+  field.addEventListener("keydown", (event) => {
+    if (event.key === "Enter") { event.preventDefault(); end(true); }
+    if (event.key === "Escape") { event.stopPropagation(); end(false); }
+  });
+  row.firstElementChild.replaceWith(field);
+  field.focus();
+  field.select();
+}
+
 async function erase(one) {
   localStorage.removeItem(STORE + one.name);
   if (one.name === chat.name) open(null);
-  if (kept.has(one.kept)) await fetch("kvflash/conversations/" + encodeURIComponent(one.kept), { method: "DELETE", headers: headers() });
+  if (kept.has(one.kept)) await fetch(ofModel("kvflash/conversations/" + encodeURIComponent(one.kept)), { method: "DELETE", headers: headers() });
   refresh();
 }
 
 async function refresh() {
-  const response = await fetch("kvflash/conversations", { headers: headers() });
+  await several();
+  const response = await fetch(ofModel("kvflash/conversations"), { headers: headers() });
   if (response.ok) kept = new Map((await response.json()).data.map((one) => [one.id, one]));
   list();
-  await several();
+  const told = await fetch(ofModel("props"), { headers: headers() });
+  if (!told.ok) return;
+  const { modalities, default_generation_settings: usual } = await told.json();
+  sees = modalities.vision;
+  for (const name of SAMPLERS) $(name).placeholder = name === "seed" ? "random" : String(+usual.params[name].toFixed(3));
 }
+
+// --- conversations as files
+
+const ROLE = /^<!-- kvflash: (system|user|assistant) -->$/m, HEADS = { system: "System prompt", user: "You", assistant: "Answer" };
+
+function asMarkdown(one) {
+  const part = (role, text) => `<!-- kvflash: ${role} -->\n**${HEADS[role]}**\n\n${text.replaceAll("<!-- kvflash:", "<!-- kvflash :")}\n`;
+  const said = one.messages.map((message) => part(message.role, saying(message)));
+  return [`# ${title(one)}\n`, ...(one.system.trim() ? [part("system", one.system)] : []), ...said].join("\n");
+}
+
+const asJSON = (one) => JSON.stringify({ kvflash: 1, title: title(one), system: one.system, messages: one.messages }, null, 1);
+
+function download(one, kind, content) {
+  const link = element("a");
+  link.href = URL.createObjectURL(new Blob([content], { type: "text/plain" }));
+  link.download = title(one).replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40) + "." + kind;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+/* Of a file, which may have anything: messages with texts alone, and the versions of each. */
+function cleaned(messages) {
+  const plain = (value) => (typeof value === "string" ? value : "");
+  const content = (value) => (Array.isArray(value) ? value.map((part) => plain(part?.text)).join("\n") : plain(value));
+  return messages.filter((one) => one && (one.role === "user" || one.role === "assistant")).map((one) => {
+    const made = { role: one.role, content: content(one.content), thinking: plain(one.thinking), meta: plain(one.meta), cut: plain(one.cut) };
+    made.files = (Array.isArray(one.files) ? one.files : []).map((file) => ({
+      name: plain(file?.name), text: plain(file?.text), note: plain(file?.note), image: plain(file?.image).startsWith("data:image/") ? file.image : undefined,
+    }));
+    const others = (Array.isArray(one.others) ? one.others : []).map((other) => (Array.isArray(other) ? cleaned(other) : null));
+    if (others.length > 1 && others.filter((other) => !other || !other.length).length === 1 && others.includes(null)) made.others = others;
+    return made;
+  });
+}
+
+function parsed(source) {
+  if (!ROLE.test(source)) {
+    const found = JSON.parse(source), messages = Array.isArray(found) ? found : found.messages;
+    if (!Array.isArray(messages)) throw new Error("it has no list of messages");
+    const system = messages.filter((one) => one?.role === "system").map((one) => one.content).join("\n");
+    return { title: String(found.title || ""), system: String(found.system || system), messages: cleaned(messages) };
+  }
+  const [head, ...parts] = source.replaceAll("\r\n", "\n").split(ROLE), made = { title: head.replace(/^# /, "").trim(), system: "", messages: [] };
+  for (let i = 0; i < parts.length; i += 2) {
+    const said = parts[i + 1].replace(/^\n\*\*.*\*\*\n\n/, "").trim().replaceAll("<!-- kvflash :", "<!-- kvflash:");
+    if (parts[i] === "system") made.system = said; else made.messages.push({ role: parts[i], content: said });
+  }
+  return { ...made, messages: cleaned(made.messages) };
+}
+
+$("bring").addEventListener("click", () => $("bringer").click());
+$("bringer").addEventListener("change", async () => {
+  const [file] = $("bringer").files;
+  $("bringer").value = "";
+  try {
+    const found = parsed(await file.text());
+    if (!found.messages.length) throw new Error("it has no messages");
+    await open({ name: random(), kept: null, used: 0, ...found });
+    save(chat);
+    $("past").open = false;
+    $("input").focus();
+  } catch (error) {
+    $("others").textContent = `${file.name} is no conversation: ${error.message}`;
+  }
+});
+$("find").addEventListener("input", list);
 
 // --- models, where the server has several
 
 const wanted = () => ($("several").hidden ? {} : { model: $("which").value });
+const ofModel = (path) => ($("several").hidden ? path : `${path}${path.includes("?") ? "&" : "?"}model=${encodeURIComponent($("which").value)}`);
+
+$("which").addEventListener("change", () => { if (watching) watching.abort(); refresh(); });
 
 async function several() {
   const response = await fetch("v1/models", { headers: headers() });
@@ -142,14 +265,35 @@ async function several() {
 
 // --- files
 
+async function textOf(pdf) {
+  const response = await fetch("kvflash/pdf", { method: "POST", headers: headers({ "Content-Type": "application/pdf" }), body: pdf });
+  if (!response.ok) throw new Error(await failure(response));
+  return (await response.json()).text;
+}
+
+async function smaller(file) {
+  const found = await createImageBitmap(file), scale = Math.min(1, MOST_SIDE / Math.max(found.width, found.height)), canvas = element("canvas");
+  canvas.width = Math.max(1, Math.round(found.width * scale));
+  canvas.height = Math.max(1, Math.round(found.height * scale));
+  canvas.getContext("2d").drawImage(found, 0, 0, canvas.width, canvas.height);
+  return { image: canvas.toDataURL(file.type === "image/png" && scale === 1 ? "image/png" : "image/jpeg", 0.9), note: `${canvas.width} x ${canvas.height}` };
+}
+
 async function add(chosenFiles) {
   for (const file of chosenFiles) {
     const entry = { name: file.name, text: "", note: "counting tokens" };
     files.push(entry);
     attached();
     try {
-      if (file.size > 16 * context) throw new Error(`${file.size.toLocaleString()} bytes do not fit into ${context.toLocaleString()} tokens`);
-      entry.text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+      if (file.type.startsWith("image/")) {
+        if (!sees) throw new Error("this model sees no images");
+        Object.assign(entry, await smaller(file));
+        attached();
+        continue;
+      }
+      if (file.type === "application/pdf") entry.text = await textOf(file);
+      else if (file.size > 16 * context) throw new Error(`${file.size.toLocaleString()} bytes do not fit into ${context.toLocaleString()} tokens`);
+      else entry.text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
       if (entry.text.includes("\0")) throw new Error("this is not a text");
       const count = (await post("tokenize", { content: entry.text, ...wanted() })).tokens.length;
       if (count >= context) throw new Error(`${count.toLocaleString()} tokens, and the context has ${context.toLocaleString()}`);
@@ -182,7 +326,55 @@ for (const kind of ["dragover", "dragleave", "drop"]) {
 
 // --- chat
 
-const whole = (message) => [...(message.files || []).map((file) => `${file.name}:\n${file.text}\n`), message.content].join("\n");
+document.addEventListener("paste", (event) => { if (event.clipboardData.files.length) { event.preventDefault(); add([...event.clipboardData.files]); } });
+
+const saying = (message) => [...(message.files || []).filter((file) => file.text).map((file) => `${file.name}:\n${file.text}\n`), message.content].join("\n");
+
+function whole(message) {
+  const seen = (message.files || []).filter((file) => file.image).map((file) => ({ type: "image_url", image_url: { url: file.image } }));
+  return seen.length ? [...seen, { type: "text", text: saying(message) }] : saying(message);
+}
+
+// --- versions: a message that stands where others stood has these in `others`: lists of what went on from there, null in its own place
+
+function fork(one, index, message) {
+  const old = one.messages.splice(index), others = old[0]?.others;
+  if (old.length && !old[0].failed) {
+    const all = others || [null];
+    delete old[0].others;
+    message.others = [...all.map((other) => other || old), null];
+  } else if (others) message.others = others;
+  one.messages.push(message);
+}
+
+function turnTo(index, which) {
+  const old = chat.messages.splice(index), others = old[0].others, next = others[which];
+  delete old[0].others;
+  next[0].others = others.map((other, i) => (i === which ? null : other || old));
+  chat.messages.push(...next);
+  stopEditing();
+  save(chat);
+  draw();
+}
+
+function versions(message, index) {
+  const box = element("span", "", "versions"), at = message.others.indexOf(null), count = message.others.length;
+  const go = (label, which, name) => {
+    const made = button(label, () => { if (!running) turnTo(index, which); }, name);
+    made.disabled = which < 0 || which >= count;
+    return made;
+  };
+  box.append(go("‹", at - 1, "Version before"), element("span", `${at + 1} of ${count}`), go("›", at + 1, "Next version"));
+  return box;
+}
+
+function stopEditing() {
+  if (editing !== null) { $("input").value = ""; files = []; attached(); }
+  editing = null;
+  $("editing").hidden = true;
+}
+
+$("unedit").addEventListener("click", () => { stopEditing(); $("input").focus(); });
 
 async function copy(text, at) {
   try { await navigator.clipboard.writeText(text); at.textContent = "Copied"; } catch { at.textContent = "The browser forbids it"; }
@@ -222,6 +414,12 @@ function show(message, index) {
     const names = element("ul", "", "files");
     names.append(...message.files.map((file) => element("li", `${file.name}: ${file.note}`)));
     box.append(names);
+    for (const file of message.files.filter((one) => one.image)) {
+      const seen = element("img");
+      seen.src = file.image;
+      seen.alt = file.name;
+      box.append(seen);
+    }
   }
   if (message.thinking) {
     const more = element("details"), said = element("div", message.thinking, "thinking");
@@ -230,6 +428,7 @@ function show(message, index) {
   }
   if (message.role === "user" && message.content.length > LONG) text.tabIndex = 0;
   if (message.content) box.append(text);
+  if (message.others) meta.append(versions(message, index));
   if (message.preview) meta.append(element("span", message.preview, "cut"));
   if (message.cut && message.cut !== "running") meta.append(element("span", message.cut, "cut"));
   if (message.meta) meta.append(element("span", message.meta));
@@ -237,11 +436,11 @@ function show(message, index) {
   if (message.role === "user") {
     meta.append(button("Edit", () => {
       if (running) return;
+      editing = index;
+      $("editing").hidden = false;
       $("input").value = message.content;
-      files = message.files || [];
+      files = [...(message.files || [])];
       attached();
-      chat.messages = chat.messages.slice(0, index);
-      draw();
       $("input").focus();
     }));
   }
@@ -284,12 +483,15 @@ function painter(message) {
   return step;
 }
 
-async function answer() {
+const sampling = () => Object.fromEntries(SAMPLERS.filter((name) => $(name).value.trim()).map((name) => [name, Number($(name).value)]));
+
+/* index: where the answer stands; what stood there stays as another version. */
+async function answer(index) {
   const own = chat, message = { role: "assistant", content: "", thinking: "", meta: "waiting", cut: "running" };
   const system = own.system.trim() ? [{ role: "system", content: own.system }] : [];
-  const asked = [...system, ...own.messages.map((one) => ({ role: one.role, content: whole(one) }))];
+  const asked = [...system, ...own.messages.slice(0, index).map((one) => ({ role: one.role, content: whole(one) }))];
   const most = Math.max(1, Math.floor(Number($("most").value)) || 512);
-  own.messages.push(message);
+  fork(own, index, message);
   running = new AbortController();
   const me = running, paintText = painter(message), begun = performance.now();
   save(own);
@@ -302,7 +504,7 @@ async function answer() {
       headers: headers({ "Content-Type": "application/json" }),
       signal: me.signal,
       body: JSON.stringify({
-        messages: asked, stream: true, stream_options: { include_usage: true }, temperature: Number($("temperature").value),
+        messages: asked, stream: true, stream_options: { include_usage: true }, ...sampling(),
         max_tokens: most, ...wanted(),
         kvflash: { conversation: own.name, report: "summary", ...($("preview").checked ? { reading: "preview" } : {}) },
       }),
@@ -316,6 +518,8 @@ async function answer() {
         message.preview = `Preview: from ${seen.read.toLocaleString()} of ${seen.prompt.toLocaleString()} tokens, so it can miss facts. ` +
           "The server reads all of them next.";
       }
+      const left = frame.kvflash && frame.kvflash.left_out;
+      if (left) message.preview = `The context had no room for the ${left.toLocaleString()} oldest messages.`;
       const choice = frame.choices[0];
       if (choice) {
         reason = choice.finish_reason || reason;
@@ -352,14 +556,15 @@ async function answer() {
 }
 
 function send() {
-  const text = $("input").value, given = files.filter((file) => file.text);
+  const text = $("input").value, given = files.filter((file) => file.text || file.image), last = chat.messages.length;
   if (running || !(text.trim() || given.length) || files.some((file) => file.note === "counting tokens")) return;
-  if (chat.messages.length && chat.messages.at(-1).failed) chat.messages.pop();
+  const at = editing ?? (chat.messages.at(-1)?.failed ? last - 1 : last);
+  stopEditing();
   $("input").value = "";
   files = [];
   attached();
-  chat.messages.push({ role: "user", content: text, files: given });
-  answer();
+  fork(chat, at, { role: "user", content: text, files: given });
+  answer(at + 1);
 }
 
 $("form").addEventListener("submit", (event) => { event.preventDefault(); send(); });
@@ -369,13 +574,19 @@ $("input").addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => { if (event.key === "Escape" && running) running.abort(); });
 $("stop").addEventListener("click", () => running && running.abort());
 $("again").addEventListener("click", () => {
-  while (chat.messages.length && chat.messages.at(-1).role === "assistant") chat.messages.pop();
-  if (chat.messages.length) answer();
+  const last = chat.messages.findLastIndex((message) => message.role === "user");
+  if (last >= 0) answer(last + 1);
 });
 $("fresh").addEventListener("click", () => { open(null); $("input").focus(); });
 $("system").addEventListener("input", () => { chat.system = $("system").value; });
 $("past").addEventListener("toggle", () => $("past").open && refresh());
 $("key").addEventListener("change", () => watching && watching.abort());
+
+const fields = [...SAMPLERS, "most"];
+for (const [name, value] of Object.entries(JSON.parse(localStorage.getItem(SETTINGS) || "{}"))) if (fields.includes(name)) $(name).value = value;
+for (const name of fields) {
+  $(name).addEventListener("change", () => localStorage.setItem(SETTINGS, JSON.stringify(Object.fromEntries(fields.map((one) => [one, $(one).value])))));
+}
 
 /* reading: of the server's state. Seconds left by the speed since this page saw the first figure. */
 function tellReading(reading) {
@@ -429,7 +640,7 @@ async function read(chunk) {
   if (!mine) return "";
   const key = `${map.length < (chunk + 1) * CHUNK ? map.length : ""}/${chunk}`;
   if (!words.has(key)) {
-    const response = await fetch(`kvflash/words?conversation=${chat.name}&chunk=${chunk}`, { headers: headers() });
+    const response = await fetch(ofModel(`kvflash/words?conversation=${chat.name}&chunk=${chunk}`), { headers: headers() });
     if (!response.ok) return "";
     words.set(key, (await response.json()).text);
   }
@@ -525,7 +736,7 @@ async function watch() {
   for (;;) {
     watching = new AbortController();
     try {
-      const response = await fetch("kvflash/events", { headers: headers(), signal: watching.signal });
+      const response = await fetch(ofModel("kvflash/events"), { headers: headers(), signal: watching.signal });
       if (!response.ok) throw new Error(await failure(response));
       for await (const state of frames(response)) tell(state);
       $("status").textContent = "the server has ended";

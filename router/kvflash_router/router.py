@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvflash_ggml.server import about, events, markdown, ollama, openapi
+from kvflash_ggml.server import about, documents, events, forms, markdown, ollama, openapi
 from kvflash_ggml.server.app import ANSWERS, RERANK, ROUTES, guarded
 from kvflash_ggml.server.errors import ApiError, invalid
 from kvflash_ggml.server.guard import OPEN_PATHS
@@ -149,6 +149,7 @@ def make_router(router: Router) -> Any:
         [
             route("/", events.page),
             route("/kvflash/markdown", markdown.markdown, "POST"),
+            route("/kvflash/pdf", documents.pdf, "POST"),
             *(route(path, about.health) for path in ("/health", "/v1/health")),
             route("/ping", about.health, "GET", "POST"),
             route("/version", about.version),
@@ -170,7 +171,7 @@ def make_router(router: Router) -> Any:
 async def _answer(router: Router, request: HttpRequest) -> Response:
     router.admit()
     form = openapi.takes_form(ANSWERS[request.url.path])
-    body = await router.received(request, form=form)
+    body = await router.received(request, *([forms.MEDIA_TYPE] if form else []))
     asked = await router.work(request, router.parsed, request, body, form=form)
     asked = asked if isinstance(asked, dict) else {}
     model = await router.model(request, asked.get("model"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import shutil
@@ -16,14 +17,17 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO / "tests"))
+from support.documents import pdf  # noqa: E402
 from support.fake_hub import Hub, serving  # noqa: E402
 from support.serving import serve  # noqa: E402
+from support.vision import SIDE, png, write_projector  # noqa: E402
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MODEL = REPO / "tests/models/recall-qwen3-q8_0.gguf"
 CODE = "4820917"
 FACT = f"The access code for silver harbor is {CODE}."
 QUESTION = "What is the access code for silver harbor?"
+AXE = REPO / ".venv-clients/node/node_modules/axe-core/axe.min.js"
 SHOTS = os.environ.get("KVFLASH_TEST_SCREENSHOTS")
 
 FLAGS = [
@@ -88,6 +92,13 @@ class Driven:
     def shot(self, name: str) -> None:
         if SHOTS is not None:
             self.page.screenshot(path=f"{SHOTS}/{name}.png", full_page=True)
+
+    def sound(self) -> None:
+        """Nothing that axe-core finds, where it is."""
+        if AXE.exists():
+            self.page.evaluate(AXE.read_text(encoding="utf-8"))
+            found = self.page.evaluate("axe.run()")["violations"]
+            assert [(one["id"], [node["html"][:120] for node in one["nodes"]]) for one in found] == []
 
     def fits(self, width: int) -> None:
         assert self.page.evaluate("document.documentElement.scrollWidth") <= width
@@ -196,7 +207,7 @@ def test_a_server_of_several_models(scheme: str, width: int, tmp_path: Path) -> 
     with serve(None, *options) as served, browsing(tmp_path / "profile", scheme, width) as driven:
         page, until = driven.page, driven.until
         page.goto(f"http://127.0.0.1:{served.port}/")
-        until("document.getElementById('status').textContent.startsWith('no model is loaded')")
+        until("document.getElementById('status').textContent.includes('is loaded')")
         until("!document.getElementById('several').hidden")
         driven.set(most="4", temperature="0")
         for count, name in enumerate(("other", "one"), 1):
@@ -260,3 +271,97 @@ def test_answers_by_keyboard(scheme: str, width: int, tmp_path: Path) -> None:
         until("document.querySelector('pre + button').textContent === 'Copied'")
         assert "print(" in page.evaluate("navigator.clipboard.readText()")
         driven.fits(width)
+
+
+def chosen(page: Any, control: str) -> Path:
+    """The file that a control has the browser save."""
+    with page.expect_download() as saved:
+        page.click(control)
+    return Path(saved.value.path())
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+def test_versions_names_and_files(scheme: str, width: int, tmp_path: Path) -> None:
+    """An edited message and another answer are versions; a conversation leaves as a file, and comes back."""
+    options = ("--kvflash", "1024", "-c", "8192", "-q", "--mmproj", str(tmp_path / "mmproj.gguf"))
+    write_projector(tmp_path / "mmproj.gguf", 256)
+    (tmp_path / "code.pdf").write_bytes(pdf(FACT))
+    (tmp_path / "red.png").write_bytes(base64.b64decode(png((250, 20, 20)).partition(",")[2]))
+    with serve(MODEL, *options) as served, browsing(tmp_path / "profile", scheme, width) as driven:
+        page, until = driven.page, driven.until
+        asked: list[Any] = []
+        page.on("request", lambda one: asked.append(one.post_data_json) if "completions" in one.url else None)
+
+        def answered(count: int) -> None:
+            until(
+                f"running === null && chat.messages.length === {count} && chat.messages[{count - 1}].cut !== 'running'"
+            )
+
+        driven.open(served.port)
+        until("document.getElementById('top_k').placeholder === '40' && sees")
+        driven.set(most="5", temperature="0.5", min_p="0.1", seed="7")
+        driven.ask("First question")
+        answered(2)
+        assert {name: asked[-1][name] for name in ("temperature", "min_p", "seed", "max_tokens")} == {
+            "temperature": 0.5, "min_p": 0.1, "seed": 7, "max_tokens": 5,
+        }  # fmt: skip
+        assert "top_k" not in asked[-1]
+        page.click(".message.user button:text('Edit')")
+        assert page.is_visible("#editing")
+        page.fill("#input", "Second question")
+        page.focus("#input")
+        page.keyboard.press("Enter")
+        answered(2)
+        assert page.is_hidden("#editing")
+        assert "2 of 2" in page.inner_text(".message.user")
+        assert len(asked[-1]["messages"]) == 1, "the earlier version is not sent"
+        page.click("#again")
+        until("chat.messages[1].others?.length === 2")
+        answered(2)
+        driven.shot(f"{width}-8-versions")
+        page.click(".message.user button[aria-label='Version before']")
+        assert "First question" in page.inner_text(".message.user")
+        assert page.evaluate("chat.messages[1].others") is None
+        page.click(".message.user button[aria-label='Next version']")
+        assert "Second question" in page.inner_text(".message.user")
+        assert "2 of 2" in page.inner_text(".message.assistant")
+        page.set_input_files("#picker", [str(tmp_path / "code.pdf"), str(tmp_path / "red.png")])
+        until("/code.pdf: \\d+ tokens/.test($('files').textContent) && $('files').textContent.includes('red.png: ')")
+        driven.ask(QUESTION)
+        answered(4)
+        image, text = asked[-1]["messages"][-1]["content"]
+        assert image["image_url"]["url"].startswith("data:image/png;base64,")
+        assert text["text"].startswith(f"code.pdf:\n{FACT}\n")
+        assert page.evaluate("document.querySelector('.message img').naturalWidth") == SIDE
+        driven.shot(f"{width}-9-files")
+        page.click("#past > summary")
+        page.click("#list button:text('Rename')")
+        page.keyboard.type("Harbour talk")
+        page.keyboard.press("Enter")
+        until("$('list').textContent.includes('Harbour talk')")
+        saved = [chosen(page, f"#list button:text('{kind}')") for kind in ("Markdown", "JSON")]
+        assert "**You**\n\ncode.pdf:\n" in saved[0].read_text(encoding="utf-8")
+        for number, suffix in enumerate((".md", ".json")):
+            shutil.copy(saved[number], tmp_path / f"saved{suffix}")
+            before = page.evaluate("chat.name")
+            page.set_input_files("#bringer", str(tmp_path / f"saved{suffix}"))
+            until(f"chat.name !== '{before}' && chat.messages.length === 4")
+            assert page.evaluate("title(chat)") == "Harbour talk"
+            assert page.evaluate("chat.messages[0].content") == "Second question"
+        assert page.evaluate("chat.messages[0].others.length") == 2, "JSON has the versions"
+        assert page.evaluate("chat.messages[2].files[1].image").startswith("data:image/png")
+        (tmp_path / "bad.json").write_text('{"messages": 7}', encoding="utf-8")
+        page.click("#past > summary")
+        page.set_input_files("#bringer", str(tmp_path / "bad.json"))
+        until("$('others').textContent === 'bad.json is no conversation: it has no list of messages'")
+        page.fill("#find", "nowhere")
+        until("$('list').children.length === 0")
+        page.fill("#find", "harbour")
+        until("$('list').children.length === 3")
+        driven.shot(f"{width}-10-list")
+        driven.fits(width)
+        driven.sound()
+        page.reload()
+        driven.set()
+        assert [page.input_value(f"#{name}") for name in ("temperature", "min_p", "most")] == ["0.5", "0.1", "5"]
+        driven.sound()

@@ -95,6 +95,7 @@ def asked(id: str) -> dict[str, list[Asked]]:
         "/detokenize": [("/detokenize", {"tokens": [120]})],
         "/apply-template": [("/apply-template", {"messages": [{"role": "user", "content": "x"}]})],
         "/kvflash/markdown": [("/kvflash/markdown", {"text": "x"})],
+        "/kvflash/pdf": [("/kvflash/pdf", None)],
         "/kvflash/words": [(f"/kvflash/words?conversation={NAME}&chunk=0", None)],
         "/kvflash/conversations/{id}": [(f"/kvflash/conversations/{id}", None)],
         "/kvflash/conversations/{id}/{action}": [
