@@ -22,8 +22,9 @@ from . import bodies
 from .chat import counted, prepared, tokens_of
 from .errors import ApiError, invalid
 from .exchange import AnswerWriter, frame
-from .front import Front, Kept
+from .front import Front
 from .images import image_part
+from .kept import Kept
 from .schema import ChatRequest, Objects, TranslatedRequest, Whole
 from .turns import Turns, as_json, form_of, kind_of, parts_of, role_of, text_of
 

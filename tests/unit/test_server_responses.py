@@ -16,7 +16,7 @@ from support.fake_server import Server
 
 from kvflash_ggml.batching.messages import Access
 from kvflash_ggml.server import fields, requestlog
-from kvflash_ggml.server.front import Kept, KeptItems
+from kvflash_ggml.server.kept import Kept, KeptItems
 
 TOOLS = [
     {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}, "strict": False},
