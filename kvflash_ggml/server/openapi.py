@@ -46,9 +46,10 @@ FILES: Mapping[str, str] = {"/kvflash/pdf": "application/pdf"}
 
 STREAM = "text/event-stream"
 KINDS: Mapping[str, str] = {
-    "/": "text/html", "/metrics": "text/plain", "/kvflash/events": STREAM, "/api/chat": "application/x-ndjson",
-    "/api/generate": "application/x-ndjson",
-}  # fmt: skip
+    "/": "text/html",
+    "/metrics": "text/plain",
+    "/kvflash/events": STREAM,
+}
 """What an answer is, by path, where it is not JSON."""
 
 _ERROR = {"message": "string", "type": "string", "param": "string", "code": "string"}
@@ -98,7 +99,8 @@ def document(routes: Iterable[Described], settings: ServerSettings) -> dict[str,
 def _operation(path: str, endpoint: Endpoint, settings: ServerSettings) -> dict[str, Any]:
     kind, said = takes(endpoint), (inspect.getdoc(endpoint) or "").partition("\n\n")
     told, what = KINDS.get(path, "application/json"), dict[str, Any](schema={})
-    streams = kind is not None and "stream" in kind.model_fields and path not in KINDS
+    streams = kind is not None and "stream" in kind.model_fields
+    stream = "application/x-ndjson" if path.startswith(OLLAMAS_PATH) else STREAM
     made: dict[str, Any] = {"summary": " ".join(said[0].split())}
     if said[2]:
         made["description"] = " ".join(said[2].split())
@@ -118,7 +120,7 @@ def _operation(path: str, endpoint: Endpoint, settings: ServerSettings) -> dict[
     error = "OllamasError" if path.startswith(OLLAMAS_PATH) else error
     failed = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}
     made["responses"] = {
-        "200": {"description": "The answer.", "content": {told: what, **({STREAM: what} if streams else {})}},
+        "200": {"description": "The answer.", "content": {told: what, **({stream: what} if streams else {})}},
         "default": {"description": "An error: the status says of which kind.", "content": failed},
     }
     if settings.keys and (path in OPEN_PATHS or (path == "/metrics" and settings.public_metrics)):

@@ -9,7 +9,7 @@ import pickle
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from kvflash_ggml.cli.terminal import note
 from kvflash_ggml.config import Fit
 from kvflash_ggml.errors import EncoderError, UnsupportedModelError
 from kvflash_ggml.placement import memory
+from kvflash_ggml.placement.sizes import HOST
 from kvflash_ggml.server import requestlog
 from kvflash_ggml.server.run import listen
 
@@ -207,9 +208,9 @@ def main() -> None:
     try:
         with plain_errors(verbose=job.log.verbose):
             if "room" in what:
-                report(**_needs(job, path, what["room"]))
+                report(**needs_of(job, path, what["room"]))
                 return
-            job = _within(job, path, what["left"])
+            job = within(job, path, what["left"])
             with listen(job.settings) as sock:
                 port = sock.getsockname()[1]
                 serve_model(
@@ -224,12 +225,16 @@ def main() -> None:
         sys.exit(1)
 
 
-def _needs(job: Serving, path: str, room: Mapping[str, int]) -> dict[str, Any]:
-    """Return the fields of a `Plan`, by the same computation as --fit and --dry-run. Raises as `serve_model`."""
+def needs_of(job: Serving, path: str, room: Mapping[str, int]) -> dict[str, Any]:
+    """Return the fields of a `Plan`, by the same computation as --fit and --dry-run. Raises as `serve_model`.
+
+    The host's margin is for all models together. A device's is for what the backend takes in each of their processes.
+    """
     from kvflash_ggml.llama.fitting import without_loading
 
     asked = placed(_quiet(job), path)
-    fit, limits = asked.get("fit") or Fit(), Fit(free=room, margin=dict.fromkeys(room, 0)) if room else None
+    fit = asked.get("fit") or Fit()
+    limits = Fit(free=room, margin=_margins(fit.margin, room)) if room else None
     embedder: Counter[str] = Counter()
     try:
         placement, devices = without_loading(path, asked, limits)
@@ -241,16 +246,24 @@ def _needs(job: Serving, path: str, room: Mapping[str, int]) -> dict[str, Any]:
             embedder[need.device] = need.total - need.margin - need.weights
     except UnsupportedModelError:  # which `serve_model` opens for one answer at a time
         return {"needs": {}, "room": {}, "alone": True}
-    left = {one.name: max(0, one.free - memory.margin(one, fit)) for one in memory.counted(devices, fit)}
-    needs = {need.device: need.total - need.margin + embedder[need.device] for need in placement.needs}
-    return {"needs": needs, "room": left}
+    *others, host = memory.counted(devices, fit)
+    left = {**{one.name: one.free for one in others}, host.name: max(0, host.free - memory.margin(host, fit))}
+    needs = {need.device: need.total + embedder[need.device] for need in placement.needs}
+    return {"needs": {**needs, host.name: needs[host.name] - placement.needs[-1].margin}, "room": left}
 
 
-def _within(job: Serving, path: str, left: Mapping[str, int]) -> Serving:
+def _margins(given: int | Mapping[str, int] | None, names: Iterable[str]) -> dict[str, int]:
+    """Return margins for a process that gets a share of memory: as they are given, and none of the host."""
+    own = dict(given) if isinstance(given, Mapping) else dict.fromkeys(names, given) if given is not None else {}
+    return {**own, HOST: 0}
+
+
+def within(job: Serving, path: str, left: Mapping[str, int]) -> Serving:
     """Return the job with what is left of memory, if it is fitted at all."""
     if not left or "fit" not in placed(_quiet(job), path):
         return job
-    devices = replace(job.opening.devices, device_memory=dict(left), fit_target=dict.fromkeys(left, 0))
+    devices = job.opening.devices
+    devices = replace(devices, device_memory=dict(left), fit_target=_margins(devices.fit_target, left))
     return replace(job, opening=replace(job.opening, devices=devices))
 
 

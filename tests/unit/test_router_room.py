@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies
 from support.shelf import Visit, settle, shelved
 
+from kvflash_ggml.cli.serve import serve
+from kvflash_ggml.cli.serving import Serving
+from kvflash_ggml.config import Fit
+from kvflash_ggml.native.sizes import Needs
+from kvflash_ggml.placement.sizes import Device
 from kvflash_ggml.server.errors import ApiError
+from kvflash_router import serving as router_serving
 from kvflash_router.engines import ALONE, Engines, LoadError, Plan
 
 A, B, C, D = map(shelved, "abcd")
@@ -281,6 +289,66 @@ def test_the_end_unloads_all() -> None:
             await waits.end()
 
     assert sorted(on(test, dict.fromkeys("abc", plan(1))).told) == ["load a", "load b", "unload a", "unload b"]
+
+
+# --- what a model takes
+
+
+GIB = 1 << 30
+
+
+def serving(**devices: Any) -> Any:
+    """What a command line asks of a server."""
+    options: list[Serving] = []
+
+    class Told(Exception):
+        pass
+
+    def told(job: Serving, *_: Any, **__: Any) -> None:
+        options.append(job)
+        raise Told
+
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in devices.items()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvflash_ggml.cli.serve.extension", lambda *_, **__: told)
+        patch.setattr("kvflash_ggml.server.run.listen", lambda *_: nullcontext())
+        with suppress(Told):
+            serve.main(["--models-dir", ".", "--port", "0", *flags], standalone_mode=False)
+    return options[0]
+
+
+@pytest.mark.parametrize(("given", "margin"), [({}, {"CPU": 0}), ({"fit_target": 700}, {"CPU": 0, "CUDA0": 700 << 20})])
+def test_a_margin_is_of_each_process_on_a_gpu_and_of_all_on_the_host(
+    given: dict[str, Any], margin: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    needs = (
+        Needs(device="CUDA0", free=20 * GIB, weights=4 * GIB, margin=GIB),
+        Needs(device="CPU", free=60 * GIB, weights=GIB, margin=6 * GIB),
+    )
+    devices = (
+        Device(name="CUDA0", kind="gpu", free=20 * GIB, total=24 * GIB),
+        Device(name="CPU", kind="host", free=60 * GIB, total=64 * GIB),
+    )
+
+    def without_loading(path: str, keywords: Any, limits: Any) -> Any:
+        asked.append(limits)
+        return SimpleNamespace(needs=needs), devices
+
+    monkeypatch.setitem(sys.modules, "kvflash_ggml.llama.fitting", SimpleNamespace(without_loading=without_loading))
+    monkeypatch.setattr(router_serving, "placed", lambda job, path: {"fit": Fit(), "kvflash": None})
+    job = serving(**given)
+    found = router_serving.needs_of(job, "m.gguf", {})
+    assert found == {
+        "needs": {"CUDA0": 5 * GIB, "CPU": GIB},
+        "room": {"CUDA0": 20 * GIB, "CPU": 60 * GIB - 6 * GIB},
+    }
+    router_serving.needs_of(job, "m.gguf", found["room"])
+    assert asked[0] is None
+    assert (asked[1].free, asked[1].margin["CPU"]) == (found["room"], 0)
+    own = router_serving.within(job, "m.gguf", {"CUDA0": 15 * GIB, "CPU": GIB}).opening.devices
+    assert own.device_memory == {"CUDA0": 15 * GIB, "CPU": GIB}
+    assert own.fit_target == margin
 
 
 @settings(deadline=None)
