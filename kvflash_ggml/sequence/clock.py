@@ -19,23 +19,29 @@ NEWEST = 3
 class Clock:
     """Measures tokens and scores, and says how many tokens lie between two scores.
 
-    share: of the decode time, which scoring may take. interval: the tokens, never fewer than `at_least` was told.
+    share: of the decode time, which scoring may take. The thread that scores calls `on_score` while another thread
+    calls the rest: so each number here is changed by one of them only.
     """
 
     def __init__(self, share: float) -> None:
-        self.interval = self._least = USUAL
+        self._least = USUAL
+        self._times = 1  # the least interval
         self._share = share
         self._token_seconds = 0.0
         self._seconds: deque[float] = deque(maxlen=NEWEST)  # of the newest scores
         self._last = 0.0  # time of the newest tokens
+
+    @property
+    def interval(self) -> int:
+        """The tokens between two scores, never fewer than `at_least` was told."""
+        return min(MAX_INTERVAL, self._least * self._times)
 
     def at_least(self, tokens: int) -> int:
         """Return the interval for scores of another cost, of which this many tokens would be the least.
 
         What the clock has found is kept: the interval stays as many times the least one.
         """
-        self.interval = min(MAX_INTERVAL, self.interval * tokens // self._least)
-        self._least = min(MAX_INTERVAL, tokens)
+        self._least = tokens
         return self.interval
 
     def on_tokens(self, count: int, now: float) -> None:
@@ -50,14 +56,17 @@ class Clock:
         self._last = 0.0
 
     def on_score(self, seconds: float) -> None:
-        """Note the seconds of a score. Double or halve the interval until scoring takes about its share."""
-        if not self._token_seconds:
+        """Note the seconds of a score. Double or halve the interval until scoring takes about its share.
+
+        Scores of a prompt do not count: they have other rows, or a policy's model reads all of a step for them.
+        """
+        if not (self._last and self._token_seconds):
             return
         self._seconds.append(seconds)
         share = min(self._seconds) / (self.interval * self._token_seconds)
         if len(self._seconds) < NEWEST:
             return
         if share > self._share and self.interval < MAX_INTERVAL:
-            self.interval *= 2
-        elif 2 * share < EASE * self._share and self.interval > self._least:
-            self.interval = max(self._least, self.interval // 2)
+            self._times *= 2
+        elif 2 * share < EASE * self._share and self._times > 1:
+            self._times //= 2

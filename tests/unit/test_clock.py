@@ -48,6 +48,19 @@ def test_the_time_between_two_answers_is_no_token() -> None:
     assert clock.interval == 64
 
 
+def test_scores_of_a_prompt_say_nothing_about_an_answer() -> None:
+    """A chat of long prompts and short answers."""
+    clock = Clock(0.1)
+    for turn in range(20):
+        clock.restart()
+        for _ in range(8):
+            clock.on_score(10.0)
+        for i in range(3):
+            clock.on_tokens(1, turn + 0.01 * (i + 1))
+            clock.on_score(0.0002)
+    assert clock.interval == 16
+
+
 def test_what_the_clock_has_found_is_kept_where_the_cost_changes() -> None:
     clock = Clock(0.1)
     assert clock.at_least(1) == 1
@@ -56,6 +69,8 @@ def test_what_the_clock_has_found_is_kept_where_the_cost_changes() -> None:
         clock.on_score(0.0015)
     assert clock.interval == 2
     assert clock.at_least(3) == 6
+    assert clock.at_least(1) == 2
+    assert clock.at_least(MAX_INTERVAL - 1) == MAX_INTERVAL
     assert clock.at_least(1) == 2
     for _ in range(20):
         clock.on_score(0.0)
