@@ -292,7 +292,7 @@ class Scoring:
             return scores
         lasting: Floats = scores.copy()
         earlier = before[: len(scores)].astype(scores.dtype)  # a snapshot keeps more digits
-        faded = earlier - self._lasting.fade * self.selection.interval
+        faded = earlier - self._lasting.fade * self.selection.period
         lasting[: len(faded)] = np.maximum(scores[: len(faded)], faded)
         return lasting
 

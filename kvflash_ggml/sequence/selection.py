@@ -45,6 +45,11 @@ class Selection:
         return True
 
     @property
+    def period(self) -> int:
+        """Tokens between two requests, where each step has one token: none is made while scores wait to be used."""
+        return max(self.interval, min(self._delay, self.interval) + 1)
+
+    @property
     def is_due(self) -> bool:
         """Whether to use the requested scores now."""
         return self._due <= 0

@@ -14,6 +14,7 @@ from support.integrity import check_table
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import DecodeError, SnapshotError
+from kvflash_ggml.llama.stats import PoolStats
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.scoring import DELAY, DEVICE_RATE, DEVICE_STEP, WORK_SHARE
 from kvflash_ggml.sequence.selection import Selection
@@ -167,6 +168,35 @@ def test_scores_are_used_an_interval_later_and_no_more_than_the_delay(tau: int, 
     assert clock.is_due
 
 
+@pytest.mark.parametrize("interval", [1, 2, 15, 16, 17, 100])
+@pytest.mark.parametrize("delay", [0, DELAY])
+def test_the_period_is_what_lies_between_two_requests(delay: int, interval: int) -> None:
+    clock, waiting, asked = Selection(tau=None, delay=delay), False, []
+    clock.interval = interval
+    for token in range(1000):
+        waiting = waiting and not clock.is_due
+        if clock.on_tokens(1, waiting=waiting):
+            waiting = True
+            asked.append(token)
+    assert set(np.diff(asked)) == {clock.period}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("tau", "tokens"), [(4, 80), (64, 80), (256, 128)])
+def test_a_score_loses_as_much_a_token_whatever_is_scored_how_often(tau: int, tokens: int, asynchronous: bool) -> None:
+    """Beside a device too, where a score waits to be used, so that fewer are made."""
+    one = session(Finding(0.02), tau=tau, asynchronous=asynchronous)
+    before = None
+    for token in range(tokens):
+        extend(one, np.array([token], np.int32))
+        assert one.relevance.ranking is not None
+        if before is None:
+            before = one.relevance.ranking[Finding.ASKED]
+    lost = before - one.relevance.ranking[Finding.ASKED]
+    assert lost == pytest.approx(0.02 * tokens, abs=0.02 * 2 * one.scoring.selection.period)  # type: ignore[union-attr]
+    one.close()
+
+
 class Costly(Counted):
     """A score costs as much as so many steps for each chunk."""
 
@@ -225,6 +255,8 @@ def test_beside_a_device_scores_take_the_time_that_its_steps_leave(steps: float,
     found = looks(one, 63)
     one.scoring.take()  # the last one may run
     assert found == list(range(PROMPT + interval, PROMPT + 64, between))
+    told: Any = PoolStats(one, None, None, None, swa_full=False)  # type: ignore[arg-type]
+    assert told.scored_every == between
     one.close()
 
 
