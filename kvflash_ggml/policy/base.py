@@ -199,7 +199,10 @@ class Costed(Protocol):
     """A scorer that knows what a score costs. Without this the chunks are scored at every 16th token of an answer."""
 
     def work(self, n_chunks: int) -> float:
-        """Return the multiplications of a score of `n_chunks` chunks by the newest token, or what takes as long."""
+        """Return the multiplications of a score of `n_chunks` chunks by the newest token, or what takes as long.
+
+        Called from any thread.
+        """
         ...
 
 

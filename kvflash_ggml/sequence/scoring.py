@@ -116,7 +116,7 @@ class Scoring:
         self.clock = Clock(share) if beside and tau is None and not steady else None
         self._costed = scorer if tau is None and isinstance(scorer, Costed) else None
         self._step_work = engine.info.step_work + slots * sum(x.n_head * (x.head_k + x.head_v) for x in engine.layers)
-        self._n_chunks = 0
+        self._n_chunks, self._texts = 0, 1
         self.replays = Replays()
         self.passes = 0
         self.seconds = 0.0
@@ -141,13 +141,13 @@ class Scoring:
 
     def _pace(self, n_chunks: int) -> None:
         """Choose the tokens between two scores of a text with `n_chunks` sealed chunks, by what a score costs."""
-        self._n_chunks = n_chunks
+        self._n_chunks, self._texts = n_chunks, self._together()
         if self._costed is None:
             return
         work, step = self._costed.work(n_chunks), WORK_SHARE * self._step_work
         if self._worker is not None:
-            texts = self._engine.info.n_seq if self.clock is None else max(1, self._together())
-            work, step = work * texts, (self._step_work + DEVICE_STEP) / DEVICE_RATE
+            work *= self._engine.info.n_seq if self.clock is None else self._texts
+            step = (self._step_work + DEVICE_STEP) / DEVICE_RATE
         interval = max(1, math.ceil(work / step))
         self.selection.interval = interval if self.clock is None else self.clock.at_least(interval)
 
@@ -157,6 +157,14 @@ class Scoring:
         return bool(self.pending) and self.selection.is_due
 
     # --- what happens to the text
+
+    def on_tokens(self, count: int) -> bool:
+        """Count generated tokens, and return whether to score now."""
+        if self.clock is not None:
+            self.clock.on_tokens(count, time.perf_counter())
+            if self._together() != self._texts:
+                self._pace(self._n_chunks)
+        return self.selection.on_tokens(count, waiting=bool(self.pending))
 
     def sealed(self, chunks: Sequence[int]) -> None:
         if chunks:
@@ -209,7 +217,7 @@ class Scoring:
         dropped.
         """
         self.replays.load(())
-        self._run(self._use, heads)
+        self._run(self._use, heads).result()  # what a score costs depends on them
         self._pace(self._n_chunks)
 
     def _use(self, heads: Pairs) -> None:

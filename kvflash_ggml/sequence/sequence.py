@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -180,13 +179,7 @@ class Sequence:
         self.stats.generated += count
         if self.whole.item(self.length - 1):
             self.stats.generated_whole += count
-        scoring = self.scoring
-        if scoring is None:
-            return
-        if scoring.clock is not None:
-            scoring.clock.on_tokens(count, time.perf_counter())
-        due = scoring.selection.on_tokens(count, waiting=bool(scoring.pending))
-        if due and not self.table.unsaved:
+        if self.scoring is not None and self.scoring.on_tokens(count) and not self.table.unsaved:
             self.relevance.request(self.tokens, self.view, rows=1)
 
     # --- one step

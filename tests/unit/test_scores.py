@@ -350,6 +350,31 @@ def test_rows_of_other_heads_are_not_held(session: Any) -> None:
     assert of_old_heads() is None
 
 
+def test_other_heads_cost_what_they_cost_from_the_next_score_on() -> None:
+    """And not only after the next chunk: the thread that scores takes them over, whatever time it needs for that."""
+    asked = threading.Event()
+
+    class Slow(Foreign):
+        heads = 1000
+
+        def use(self, heads: Any) -> None:
+            asked.wait(0.2)
+            self.heads = len(heads)
+
+        def work(self, n_chunks: int) -> float:
+            asked.set()
+            return 1e8 * self.heads
+
+    scorer = Slow()
+    engine = FakeEngine(512, 128, query_rows=4, asynchronous=True)
+    session: Any = make_session(engine, KVFlashConfig(pool=512), n_ctx=2048, n_batch=128, n_ubatch=128, scorer=scorer)  # type: ignore[arg-type]
+    assert session.scoring.selection.interval == 1024
+    asked.clear()
+    session.scoring.use(np.zeros((1, 2), np.int32))
+    assert session.scoring.selection.interval < 10
+    session.close()
+
+
 def test_a_text_that_is_spoiled_is_not_its_policys_fault() -> None:
     scores, queries = np.array([0.0, np.nan], np.float32), np.array([[1.0, np.inf]], np.float32)
     with pytest.raises(NotFinite, match="queries of the newest tokens"):

@@ -156,6 +156,8 @@ def test_texts_beside_a_device_share_what_its_steps_leave(count: int) -> None:
     scoring = texts[0].scoring
     assert scoring is not None
     assert scoring.selection.interval == count
+    advance(texts[:1], [1])
+    assert scoring.selection.interval == 1, "nothing else decodes now"
     for text in texts:
         text.close()
 
