@@ -68,9 +68,11 @@ class Finding:
         return self.pooled.speeds[-1].decode / self.full.speeds[-1].decode
 
     def sentence(self) -> str:
+        known, also = sum(self.full.right), sum(self.pooled.right)
         return (
             f"This pool of {self.pooled.pool:,} tokens answers as the full cache on {self.same} of "
-            f"{len(self.full.right)} questions; at {self.length:,} tokens it decodes {self.faster:.1f} times as fast."
+            f"{len(self.full.right)} questions ({also} right, {known} by the full cache); "
+            f"at {self.length:,} tokens it decodes {self.faster:.1f} times as fast."
         )
 
     def remarks(self) -> list[str]:
