@@ -129,7 +129,7 @@ async def _prompt(front: Front, http: HttpRequest, asked: ChatRequest, *, whole:
     given = await front.work(http, _input, asked, images, formatted=_formatted(asked))
     rendered = await front.work(http, _rendered, front, asked, given)
     await images.fetch(http)
-    rolls = not whole and (asked.kvflash.overflow or front.settings.overflow) == "roll"
+    rolls = not whole and front.rolls(asked.kvflash)
     return await front.work(http, _rolled if rolls else _whole, front, asked, given, rendered, images)
 
 

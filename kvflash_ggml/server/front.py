@@ -184,6 +184,10 @@ class Front(Intake):
             left_out=left_out,
         )
 
+    def rolls(self, pool: PoolFields) -> bool:
+        """Tell whether a chat that outgrows the context loses its oldest messages."""
+        return (pool.overflow or self.settings.overflow) == "roll"
+
     def most(self, max_tokens: int) -> int:
         """Return how many tokens an answer may have. max_tokens: as its request says, below 0 for the server's."""
         wanted = self.settings.default_tokens if max_tokens < 0 else max_tokens

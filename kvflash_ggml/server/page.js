@@ -580,7 +580,7 @@ $("again").addEventListener("click", () => {
 $("fresh").addEventListener("click", () => { open(null); $("input").focus(); });
 $("system").addEventListener("input", () => { chat.system = $("system").value; });
 $("past").addEventListener("toggle", () => $("past").open && refresh());
-$("key").addEventListener("change", () => watching && watching.abort());
+$("key").addEventListener("change", () => { if (watching) watching.abort(); refresh(); });
 
 const fields = [...SAMPLERS, "most"];
 for (const [name, value] of Object.entries(JSON.parse(localStorage.getItem(SETTINGS) || "{}"))) if (fields.includes(name)) $(name).value = value;

@@ -194,6 +194,7 @@ def _translated(
     }
     if asked.truncation is not None:
         asked.kvflash = asked.kvflash.overflowing(roll=asked.truncation == "auto")
+    asked.truncation = "auto" if front.rolls(asked.kvflash) else "disabled"
     return turns.chat(http, asked, data, _NAMES), tools
 
 
@@ -529,7 +530,7 @@ class ResponseAnswer(AnswerWriter):
             "tool_choice": "auto",
             "tools": [],
             "top_p": asked.top_p,
-            "truncation": self._asked.truncation or "disabled",
+            "truncation": self._asked.truncation,
             "usage": usage,
         }
 
