@@ -120,7 +120,7 @@ def _long(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
 
 
 def _kept(model: str, plan: Seats, options: dict[str, Any], length: int, share: int) -> together.Kept | None:
-    """None if there is no memory for two texts."""
+    """None if there is no memory for the fewest texts."""
     from . import together  # here: it needs the library
 
     counts = sorted(plan.batches)
