@@ -128,6 +128,8 @@ extern "C" bool narrow(int type, int cc, int64_t rows, int64_t sequences, bool w
         assert not loaded.narrow(type, HOPPER, 1, 8, False)
         assert not loaded.narrow(type, AMPERE, 8, 1, True)
     assert not loaded.narrow(Type.Q8_0, HOPPER, 8, 1, True)
+    told = (NATIVE.parents[1] / "docs" / "exact-reading.md").read_text(encoding="utf-8")
+    assert "| 2 to 32 (Q6_K: 4 to 32). In a step of several texts with recurrent state: up to 64 |" in told
     code = (upstream_llama() / CUDA / "ggml-cuda.cu").read_text(encoding="utf-8")
     ours, stock = "kvf_narrow(ctx, src0, src1, dst);", "ggml_cuda_mul_mat_vec_q(ctx, src0, src1, nullptr, dst);"
     assert code.index(ours) < code.index(stock)
