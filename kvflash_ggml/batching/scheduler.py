@@ -339,7 +339,8 @@ class Scheduler:
             return True
         first = max(readers, key=lambda one: one.want.priority)  # the oldest of them
         if job not in first.cached:  # looked up once: many may wait, and many texts begin like theirs
-            first.cached[job] = self._cached(job.request)
+            # of one that has had a turn the whole text is swapped out
+            first.cached[job] = len(job.request.tokens) if job.begun else self._cached(job.request)
         cached = first.cached[job]
         want = Want(reads=True, left=len(job.request.tokens) - cached, priority=job.request.priority)
         if not passes(want, first.want, rows=self._steps.shared_rows):

@@ -209,6 +209,25 @@ def test_an_answer_that_is_not_kept_takes_turns_too(kind: str) -> None:
         assert len(salts) <= 2
 
 
+def test_an_answer_goes_on_while_a_long_prompt_is_read() -> None:
+    """However long its own prompt is: nothing of it has to be read."""
+    clock, pieces = Clock(), 0
+
+    def seen(one: Asked, event: Event) -> None:
+        nonlocal pieces
+        pieces += isinstance(event, Piece) and any(len(request.tokens) == 2000 for request, _ in scheduler.reading)
+
+    with served(clock=clock, begin=False) as scheduler:
+        first = ask(scheduler, text(900), ENDLESS, reuse=False, seen=seen)
+        other = ask(scheduler, text(30, 1), ENDLESS)
+        clock.at[200] = lambda: ask(scheduler, text(2000, 9), 1)
+        scheduler.start()
+        assert isinstance(first.wait(), Finished)
+        assert isinstance(other.wait(), Finished)
+        assert first.text == expected(text(900), ENDLESS)
+    assert pieces > 5
+
+
 @pytest.mark.parametrize("why", ["cancelled", "timeout", "shutdown"])
 def test_an_answer_ends_while_it_waits_for_its_turn(why: str, tmp_path: Path) -> None:
     """Without another one, and its private text is nowhere: in no file either."""
