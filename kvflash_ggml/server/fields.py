@@ -24,6 +24,9 @@ NAMES = "kvflash.names"
 MAX_TOLD = 16
 MAX_NAME = 48
 
+MAX_NOTED = 128
+"""Letters of a name that is noted: a tool's can fill a body, and the log remembers what it has told."""
+
 MAX_LOGGED = 1 << 10
 """Requests that differ in what was ignored of them; what further ones have is logged each time."""
 
@@ -71,7 +74,8 @@ def note(request: HttpRequest, names: Sequence[str]) -> None:
     """Add names of what was left out of a request: items, blocks and tools of kinds that are not known."""
     noted, said = request.scope.get(IGNORED, ()), request.scope.get(NAMES, {})
     parts = (name.partition(".") for name in names)
-    request.scope[IGNORED] = list(dict.fromkeys((*noted, *(said.get(a, a) + dot + b for a, dot, b in parts))))
+    more = ((said.get(a, a) + dot + b)[:MAX_NOTED] for a, dot, b in parts)
+    request.scope[IGNORED] = list(dict.fromkeys((*noted, *more)))
 
 
 def tell(request: HttpRequest, response: Response, logged: set[tuple[str, ...]]) -> None:

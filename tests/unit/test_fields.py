@@ -307,3 +307,13 @@ def test_a_slot_is_taken_by_its_text_and_not_by_its_number(path: str) -> None:
         reply = ask(path, server=Server(FakeModel(parallel=slots)), id_slot=wanted)
         assert (reply.status, named(reply)) == (200, told)
         assert path != RAW or reply.json["id_slot"] == (0 if slots == 1 else -1)
+
+
+def test_a_tool_with_an_endless_name_makes_no_endless_header() -> None:
+    """It would be in the log, and in what that remembers, too."""
+    server = Server()
+    tools = [{"type": "function", "function": {"name": f"{i}" + "f" * 100_000, "parameters": {}}} for i in range(20)]
+    reply = ask(CHAT, server=server, tools=tools)
+    assert reply.status == 200
+    assert len(reply.headers[HEADER.lower()]) < 4096
+    assert named(reply)[-1] == "and 4 more"
