@@ -303,10 +303,10 @@ def test_a_chunk_is_sealed_while_a_shortlist_is_scored(limit: int | None, tmp_pa
         return np.zeros((1, len(images)), np.float32)
 
     engine.score_keys = score_keys  # type: ignore[attr-defined]
-    config = KVFlashConfig(pool=512, tail=2, tau=4, host_limit=limit and limit * PAGE, spill=limit and tmp_path)
+    config = KVFlashConfig(pool=512, tail=2, tau=64, host_limit=limit and limit * PAGE, spill=limit and tmp_path)
     scorer = Shortlist()
     session = make_session(engine, config, n_ctx=2048, n_batch=128, n_ubatch=128, scorer=scorer)  # type: ignore[arg-type]
-    extend(session, np.arange(700, dtype=np.int32))
+    extend(session, np.arange(682, dtype=np.int32))
     scorer.on = True
     before, sealed = session.paging.page_outs, session.length // CHUNK
 
@@ -316,7 +316,7 @@ def test_a_chunk_is_sealed_while_a_shortlist_is_scored(limit: int | None, tmp_pa
 
     with ThreadPoolExecutor(1) as caller:
         try:
-            generate(1)  # and a look is taken
+            generate(16)  # and a look is taken, which is used 16 tokens later
             assert inside.wait(PATIENCE)
             caller.submit(generate, 7).result(PATIENCE)
             assert session.length // CHUNK == sealed + 1
