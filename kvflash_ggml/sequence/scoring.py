@@ -158,13 +158,12 @@ class Scoring:
 
     # --- what happens to the text
 
-    def on_tokens(self, count: int) -> bool:
-        """Count generated tokens, and return whether to score now."""
-        if self.clock is not None:
-            self.clock.on_tokens(count, time.perf_counter())
-            if self._together() != self._texts:
-                self._pace(self._n_chunks)
-        return self.selection.on_tokens(count, waiting=bool(self.pending))
+    def on_time(self, count: int) -> None:
+        """Tell the clock, which must be there, of generated tokens, and pace scores by the texts of now."""
+        assert self.clock is not None
+        self.clock.on_tokens(count, time.perf_counter())
+        if self._together() != self._texts:
+            self._pace(self._n_chunks)
 
     def sealed(self, chunks: Sequence[int]) -> None:
         if chunks:

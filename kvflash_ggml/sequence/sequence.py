@@ -179,7 +179,13 @@ class Sequence:
         self.stats.generated += count
         if self.whole.item(self.length - 1):
             self.stats.generated_whole += count
-        if self.scoring is not None and self.scoring.on_tokens(count) and not self.table.unsaved:
+        scoring = self.scoring
+        if scoring is None:
+            return
+        if scoring.clock is not None:
+            scoring.on_time(count)
+        due = scoring.selection.on_tokens(count, waiting=bool(scoring.pending))
+        if due and not self.table.unsaved:
             self.relevance.request(self.tokens, self.view, rows=1)
 
     # --- one step
