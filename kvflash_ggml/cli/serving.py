@@ -278,6 +278,6 @@ def dry_run(job: Serving, path: str) -> int:
         click.echo(f"served: {settings.alias} at {settings.host}, port {settings.port}")
         return 0
     most = MOST_SEQUENCES if server.parallel == "auto" else server.parallel
-    together = f", up to {most} answers at once; the state above is of one, if the model has any" if most > 1 else ""
+    together = f", up to {most} answers at once; the pool and the state above are of one" if most > 1 else ""
     click.echo(f"served: {settings.alias} at {settings.host}, port {settings.port}{together}")
     return 0

@@ -198,6 +198,9 @@ class Front(Intake):
         """Say what helps where a prompt outgrows the context."""
         trained = self.prompts.facts.get("n_ctx_train", 0)
         more = f"up to {trained}, and beyond that with --yarn" if trained > self.scheduler.model.n_ctx else "and --yarn"
+        if isinstance(asked, ChatRequest) and self.rolls(asked.kvflash):
+            alone = "the system message and the newest turn do not fit alone"
+            return f"{alone}: start the server with a larger -c, {more}; or shorten them"
         rolls = ", or with --overflow roll" if isinstance(asked, ChatRequest) else ""
         return f"start the server with a larger -c, {more}{rolls}; or shorten it"
 

@@ -131,8 +131,8 @@ def test_what_is_a_distribution_of_its_own_says_so(
 @pytest.mark.parametrize(
     ("options", "together"),
     [
-        ((), ", up to 4 answers at once; the state above is of one, if the model has any"),
-        (("-np", "2"), ", up to 2 answers at once; the state above is of one, if the model has any"),
+        ((), ", up to 4 answers at once; the pool and the state above are of one"),
+        (("-np", "2"), ", up to 2 answers at once; the pool and the state above are of one"),
         (("-np", "1"), ""),
     ],
 )

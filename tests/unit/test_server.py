@@ -479,6 +479,8 @@ def test_metrics() -> None:
     lines = Server(FakeModel(parallel=2)).run(work).splitlines()
     assert "kvflash:generation_tokens_total 9.0" in lines
     assert 'kvflash:request_success_total{finished_reason="stop"} 1.0' in lines
+    for never in ("internal_error", "numerical"):
+        assert f'kvflash:request_success_total{{finished_reason="{never}"}} 0.0' in lines
     assert "kvflash:time_to_first_token_seconds_count 1.0" in lines
     assert "kvflash:num_requests_running 0.0" in lines
     assert "kvflash:spec_decode_num_draft_tokens_total 5.0" in lines

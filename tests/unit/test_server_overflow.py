@@ -50,6 +50,9 @@ def test_the_error_names_a_longer_context_first(trained: int, more: str, monkeyp
     raw = server(overflow="roll").post("/v1/completions", {"prompt": "x" * 2000})
     assert raw.status == 400, "a prompt has no messages"
     assert "--overflow" not in raw.message
+    alone = ask([SYSTEM, {"role": "user", "content": "x" * 20000}])
+    assert (alone.status, "--overflow" in alone.message) == (400, False)
+    assert "the newest turn do not fit alone" in alone.message
 
 
 def test_the_oldest_messages_leave() -> None:
