@@ -16,10 +16,11 @@ import numpy as np
 from kvflash_ggml.arrays import Int32s, common_prefix
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.errors import ConfigError
+from kvflash_ggml.speculation.decision import Fixed
 
 from . import report
 from .greedy import generate, random_prompt
-from .inside import device_of
+from .inside import device_of, speculator_of
 from .opening import opened
 from .plans import Drafters
 
@@ -112,6 +113,9 @@ def _turn(arms: Sequence[_Arm], prompt: list[int], plan: Drafters) -> None:
     for arm in arms:
         if arm.name == WRONG and plain is not None and not arm.tps:
             arm.llm.draft_model = _wrong([*prompt, *plain.tolist()], arm.llm.n_vocab())
+            speculator = speculator_of(arm.llm)
+            if speculator is not None and plan.width is not None:
+                speculator.controls = Fixed(plan.width)
         got, tps = generate(arm.llm, prompt, plan.tokens)
         arm.tps.append(tps)
         plain = got if plain is None else plain

@@ -88,19 +88,17 @@ def test_somebody_drafts_for_the_pool(models: dict[str, Path], loaded: None) -> 
 
 
 def test_real_drafters_are_measured_beside_plain_decoding(models: dict[str, Path], loaded: None) -> None:
-    for _ in range(5):  # the controller goes by measured times: where other work takes the cores, drafts may not pay
-        document = bench(
-            models["dense"], "--types", f"wrong,ngram,draft-eagle3={models['eagle3']}", "--passage", 40, "--depth", 170,
-            "--pool", "1K", "--tokens", 120, "--repeats", 2, "--text", TEXT, verb="drafters",
-        )  # fmt: skip
-        plain, wrong, ngram, eagle3 = document["outcomes"]
-        if wrong["drafted"] > 0 and ngram["drafted"] + eagle3["drafted"] > 0:
-            break
+    document = bench(
+        models["dense"], "--types", f"wrong,ngram,draft-eagle3={models['eagle3']}", "--passage", 40, "--depth", 170,
+        "--pool", "1K", "--tokens", 120, "--repeats", 2, "--width", 4, "--text", TEXT, verb="drafters",
+    )  # fmt: skip
+    plain, wrong, ngram, eagle3 = document["outcomes"]
     assert plain["of_plain"] == 1
     assert plain["drafted"] == 0
     assert wrong["drafted"] > 0
     assert wrong["accepted"] == 0
-    assert ngram["drafted"] + eagle3["drafted"] > 0
+    assert ngram["drafted"] > 0
+    assert eagle3["drafted"] > 0
     assert all(one["same_text"] == 1 for one in document["outcomes"])
 
 
