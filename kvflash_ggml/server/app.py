@@ -98,6 +98,7 @@ ROUTES: Sequence[Described] = (
     ("GET", "/v1/models/{model:path}", about.models),
     ("GET", "/models", about.models),
     *(("GET", f"{front}/responses/{{id}}", responses.retrieve) for front in FRONTS),
+    *(("DELETE", f"{front}/responses/{{id}}", responses.erase) for front in FRONTS),
     ("GET", "/health", about.health),
     ("GET", "/v1/health", about.health),
     ("GET", "/ping", about.health),

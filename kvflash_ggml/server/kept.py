@@ -66,6 +66,13 @@ class KeptItems:
                     return responses[id]
         return None
 
+    def drop(self, id: str) -> None:
+        """Drop one response. Later ones that go on from it have its items."""
+        with self._lock:
+            for key, responses in self._kept.items():
+                if (kept := responses.pop(id, None)) is not None:
+                    self._bytes[key] -= kept.size
+
     def forget(self, conversation: str) -> None:
         """Drop the responses of a conversation that was erased."""
         with self._lock:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from ..batching.messages import Event, Finished, Started, Usage
 from ..chat.reader import AnswerReader
@@ -104,12 +104,26 @@ async def responses(front: Front, http: HttpRequest, asked: ResponsesRequest) ->
 
 async def retrieve(front: Front, http: HttpRequest) -> Response:
     """Return a response that is kept, as it was told. ApiError 404 for another one."""
+    kept = await _named(front, http)
+    return Response(b'%s, "output": %s}' % (kept.response[:-1], kept.items[-1]), media_type="application/json")
+
+
+async def erase(front: Front, http: HttpRequest) -> Response:
+    """Forget a response. Its text stays in its conversation. ApiError 404 for one that is not kept."""
+    await _named(front, http)
+    id = http.path_params["id"]
+    front.items.drop(id)
+    return JSONResponse({"id": id, "object": "response", "deleted": True})
+
+
+async def _named(front: Front, http: HttpRequest) -> Kept:
+    """Return what is kept of the response that the path names. ApiError 404."""
     id = http.path_params["id"]
     kept = await _kept(front, http, id)
     if kept is None:
         message = f"the response {id[:80]!r} is not kept, or not any more: ask again, with store: true"
         raise ApiError(404, message, code="response_not_found")
-    return Response(b'%s, "output": %s}' % (kept.response[:-1], kept.items[-1]), media_type="application/json")
+    return kept
 
 
 async def input_tokens(front: Front, http: HttpRequest, asked: ResponsesRequest) -> Response:

@@ -135,11 +135,6 @@ class Engines:
         alive = [one for one in self._loaded.values() if one.engine.alive]
         return sorted(alive, key=lambda one: (one.answers > 0, one.used))
 
-    @property
-    def loaded(self) -> Loaded | None:
-        """The loaded model that was used last; None if none is."""
-        return next(reversed(self.all_loaded), None)
-
     def find(self, name: str) -> Loaded | None:
         """Return a model if it is loaded, and its process has not ended."""
         one = self._loaded.get(name)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from urllib.parse import quote
 
 import h11
-from starlette.types import Scope, Send
+from starlette.types import Message, Scope, Send
 
 from kvflash_ggml.server.errors import ApiError
 
@@ -23,10 +23,11 @@ _OURS = frozenset((b"host", b"content-length", b"expect", b"origin", b"forwarded
 """Headers of a request that are written anew, or were checked before."""
 
 
-async def forward(scope: Scope, send: Send, body: bytes | bytearray, *, port: int) -> None:
+async def forward(scope: Scope, send: Send, body: bytes | bytearray, *, port: int, unless: int | None = None) -> bool:
     """Send a request to a port of loopback, and its answer to `send`. Cancelled, the other process sees a client leave.
 
-    ApiError if nothing is answered there. ConnectionError if the answer ends too early.
+    unless: an answer of this status is not sent; False is returned then. ApiError if nothing is answered there.
+    ConnectionError if the answer ends too early.
     """
     began = False
     try:
@@ -36,12 +37,15 @@ async def forward(scope: Scope, send: Send, body: bytes | bytearray, *, port: in
     try:
         async for event in _answer(reader, writer, _request(scope, len(body), port), body):
             if isinstance(event, h11.Response):
+                if event.status_code == unless:
+                    return False
                 began = True
                 headers = [(name, value) for name, value in event.headers if name not in (*_HOP, b"date")]
                 await send({"type": "http.response.start", "status": event.status_code, "headers": headers})
             elif isinstance(event, h11.Data):
                 await send({"type": "http.response.body", "body": bytes(event.data), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return True
     except h11.RemoteProtocolError as err:
         if not began:
             raise _gone() from None
@@ -67,8 +71,21 @@ def _request(scope: Scope, size: int, port: int) -> h11.Request:
         *([(b"x-forwarded-for", client.encode())] if client else []),
     ]
     query = scope["query_string"]
-    target = quote(scope["path"]).encode() + (b"?" + query if query else b"")
+    target = quote(scope["path"], errors="replace").encode() + (b"?" + query if query else b"")
     return h11.Request(method=scope["method"], target=target, headers=headers)
+
+
+async def knows(scope: Scope, path: str, *, port: int) -> bool:
+    """Ask a port of loopback for a path, on behalf of a request, and tell whether it answers with 200."""
+
+    async def read(message: Message) -> None:
+        seen.append(message.get("status"))
+
+    seen: list[int | None] = []
+    asked = {**scope, "method": "GET", "path": path, "query_string": b""}
+    with suppress(ApiError, ConnectionError):
+        await forward(asked, read, b"", port=port)
+    return seen[:1] == [200]
 
 
 async def _answer(

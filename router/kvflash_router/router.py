@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from kvflash_ggml.server.settings import ServerSettings
 
 from . import model_folder
 from .engines import Engines, ModelServer, Plan
-from .forward import forward
+from .forward import forward, knows
 from .model_folder import FolderModel, Purpose
 
 logger = logging.getLogger("kvflash_ggml")
@@ -101,12 +101,17 @@ def _purpose(path: str) -> Purpose:
 
 
 class Forwarded(Response):
-    """The answer of a model's process. model: it gets a turn first; None for the one at `port`, whatever it does."""
+    """The answer of a model's process. model: it gets a turn first.
 
-    def __init__(self, router: Router, body: bytes | bytearray, model: FolderModel | None, port: int = 0) -> None:
+    None for a process at one of `ports`, whatever it does: the first that does not say 404, or else the last.
+    """
+
+    def __init__(
+        self, router: Router, body: bytes | bytearray, model: FolderModel | None, ports: Sequence[int] = ()
+    ) -> None:
         self.status_code = 200
         self.background = None
-        self._router, self._body, self._model, self._port = router, body, model, port
+        self._router, self._body, self._model, self._ports = router, body, model, ports
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answering = asyncio.ensure_future(self._answer(scope, send))
@@ -123,20 +128,27 @@ class Forwarded(Response):
 
     async def _answer(self, scope: Scope, send: Send) -> None:
         if self._model is None:
-            await self._forward(scope, send, self._port)
+            *others, last = self._ports
+            for port in others:
+                with suppress(ApiError):  # its process has ended
+                    if await self._forward(scope, send, port, unless=404):
+                        return
+            await self._forward(scope, send, last)
             return
         async with self._router.engines.turn(self._model) as loaded:
             await self._forward(scope, send, loaded.engine.port)
 
-    async def _forward(self, scope: Scope, send: Send, port: int) -> None:
+    async def _forward(self, scope: Scope, send: Send, port: int, unless: int | None = None) -> bool:
+        """Return False for an answer with the status `unless`, which is not sent."""
         scope[TAKEN] = True  # the process logs it
         try:
-            await forward(scope, send, self._body, port=port)
+            return await forward(scope, send, self._body, port=port, unless=unless)
         except ApiError:
             del scope[TAKEN]  # there is none
             raise
         except ConnectionError as err:  # the answer is left without its end, so that the client sees that
             logger.error("%s", err)
+            return True
 
 
 def make_router(router: Router) -> Any:
@@ -174,11 +186,22 @@ async def _answer(router: Router, request: HttpRequest) -> Response:
     body = await router.received(request, *([forms.MEDIA_TYPE] if form else []))
     asked = await router.work(request, router.parsed, request, body, form=form)
     asked = asked if isinstance(asked, dict) else {}
-    model = await router.model(request, asked.get("model"))
+    wanted = asked.get("model")
+    model = await router.model(request, await _keeper(router, request, asked) if wanted in (None, "") else wanted)
     if request.url.path in _OLLAMAS and asked.get("keep_alive") in _AT_ONCE and not _says(asked):
         router.engines.unload(model.name)
         return ollama.silent(model.name, "unload", generate=request.url.path == "/api/generate")
     return Forwarded(router, body, model)
+
+
+async def _keeper(router: Router, request: HttpRequest, asked: dict[str, Any]) -> str | None:
+    """Return the loaded model that keeps the response from which a request goes on; None for no such model."""
+    id = asked.get("previous_response_id")
+    if isinstance(id, str):
+        for one in reversed(router.engines.all_loaded):
+            if await knows(request.scope, f"/v1/responses/{id}", port=one.engine.port):
+                return one.model.name
+    return None
 
 
 def _says(asked: dict[str, Any]) -> bool:
@@ -186,19 +209,24 @@ def _says(asked: dict[str, Any]) -> bool:
 
 
 async def _look(router: Router, request: HttpRequest) -> Response:
-    """Answer what asks about a loaded model, or changes its conversations: the one used last, unless one is named."""
+    """Answer what asks about a loaded model, or changes its conversations: the one used last, unless one is named.
+
+    Where that one does not know what is asked for, as a response by its id, the others are asked.
+    """
     if request.url.path in OPEN_PATHS:  # without a key nothing is told, read or handed on
         raise HTTPException(404)
     engines, wanted = router.engines, request.query_params.get("model")
     if router.settings.keys and not request.scope.get(KEY):  # public metrics: no name is looked up, or told
         wanted = None
-    loaded = engines.find((await router.model(request, wanted)).name) if wanted else engines.loaded
-    if loaded is None:
+    loaded = [*reversed(engines.all_loaded)]
+    if wanted:
+        loaded = [*filter(None, [engines.find((await router.model(request, wanted)).name)])]
+    if not loaded:
         message = f"{wanted[:80]!r} is not loaded" if wanted else "no model is loaded"
         raise ApiError(503, f"{message}: ask it something, or POST its name to /models/load", code="not_loaded")
     empty = request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
     body = b"" if empty else await router.received(request)
-    return Forwarded(router, body, None, loaded.engine.port)
+    return Forwarded(router, body, None, [one.engine.port for one in loaded])
 
 
 async def _model(router: Router, request: HttpRequest) -> FolderModel:

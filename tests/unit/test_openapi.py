@@ -104,8 +104,25 @@ def test_small_questions() -> None:
         assert Server(keys=keys).get("/ping").status == Server(keys=keys).post("/ping", None).status == 200
 
 
+def page_of(name: str) -> str:
+    return (Path(__file__).parents[2] / name).read_text(encoding="utf-8")
+
+
+def test_the_page_of_the_server_has_every_route() -> None:
+    """The table of docs/server.md has them as `GET /a`, `/b`; `POST /c`. Below /v1 it names one of two."""
+    table = page_of("docs/server.md").partition("| endpoint | |")[2].partition("\n\n")[0]
+    told = set()
+    for cell in re.findall(r"^\| (`[A-Z]+ /[^|]*) \|", table, re.MULTILINE):
+        for part in cell.split("; "):
+            method, _, _ = part[1:].partition(" ")
+            told |= {(method, path) for path in re.findall(r"(/[^`]*)`", part)}
+    served = {(method, re.sub(r":\w+\}", "}", path)) for method, path, _ in ROUTES}
+    assert told - {("HEAD", "/")} <= served
+    assert {(method, path) for method, path in served - told if (method, f"/v1{path}") not in told} == set()
+
+
 def rows() -> list[str]:
-    page = (Path(__file__).parents[2] / "docs/options.md").read_text(encoding="utf-8")
+    page = page_of("docs/options.md")
     table = page.partition("## Paths that are not served")[2].partition("\n## ")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `/")]
     return [path for cell in cells for path in re.findall(r"`(/[^`]*)`", cell)]

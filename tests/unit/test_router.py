@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,11 +16,11 @@ from support.asgi import Client
 from support.posted import form
 from support.shelf import Visit, settle, shelved
 
-from kvflash_ggml.server.app import ANSWERS
+from kvflash_ggml.server.app import ANSWERS, ROUTES
 from kvflash_ggml.server.errors import ApiError
 from kvflash_ggml.server.settings import ServerSettings
 from kvflash_router import model_folder
-from kvflash_router.engines import FAILED_S, Engines, LoadError
+from kvflash_router.engines import FAILED_S, Engines, LoadError, Plan
 from kvflash_router.model_folder import FolderModel
 from kvflash_router.router import Router, make_router
 
@@ -241,14 +242,14 @@ def test_a_process_that_has_ended_is_started_again() -> None:
         visit = Visit(engines, A)
         await visit.began.wait()
         fake.engines["a"].alive = False
-        assert engines.loaded is None
+        assert engines.all_loaded == []
         again = Visit(engines, A)
         await again.began.wait()
         assert fake.told == ["load a", "load a"]
         await visit.end()
         await settle()
-        assert engines.loaded is not None
-        assert engines.loaded.answers == 1, "the answer that ended was of the other process"
+        (loaded,) = engines.all_loaded
+        assert loaded.answers == 1, "the answer that ended was of the other process"
         await again.end()
 
     on_engines(test)
@@ -398,13 +399,19 @@ def on_router(folder: Path, test: Callable[[Client, Upstream, Fake], Awaitable[N
 
 
 @asynccontextmanager
-async def served(folder: Path, n_ctx: int = 0, **settings: Any) -> AsyncIterator[tuple[Client, Upstream, Fake]]:
+async def served(
+    folder: Path, n_ctx: int = 0, at_once: int = 1, **settings: Any
+) -> AsyncIterator[tuple[Client, Upstream, Fake]]:
+    async def plan(model: FolderModel, room: Any) -> Plan:
+        return Plan(needs={}, room={"CPU": 1})
+
     upstream, fake = Upstream(answer=STREAM), Fake()
     fake.gate.set()
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(await asyncio.start_server(upstream.serve, "127.0.0.1", 0))
         fake.port = server.sockets[0].getsockname()[1]
-        engines = Engines(fake.start, most=8, wait_s=30, idle_s=100, clock=lambda: fake.time)
+        room: Any = {"plan": plan, "at_once": at_once} if at_once > 1 else {}
+        engines = Engines(fake.start, most=8, wait_s=30, idle_s=100, clock=lambda: fake.time, **room)
         stack.push_async_callback(engines.close)
         router = Router(folder, ServerSettings(alias="", **settings), engines, n_ctx)
         stack.callback(router.close)
@@ -568,6 +575,9 @@ def test_what_is_listed(folder: Path) -> None:
             assert (await client.get(path)).status == 200
         described = (await client.get("/openapi.json")).json["paths"]
         assert {"/models/load", "/v1/chat/completions", "/kvflash/state"} <= described.keys()
+        page = (MODELS.parents[1] / "router/README.md").read_text(encoding="utf-8")
+        own = described.keys() - {re.sub(r":\w+\}", "}", path) for _, path, _ in ROUTES}
+        assert {path for path in own if f"`POST {path}`" not in page and f", `{path}`" not in page} == set()
         assert b"<html" in (await client.get("/")).body
         assert (await client.post("/kvflash/markdown", {"text": "*a*"})).json == {"html": "<p><em>a</em></p>\n"}
         assert fake.told == ["load b"]
@@ -589,6 +599,73 @@ def test_who_looks_on_loads_nothing_and_keeps_nothing(folder: Path) -> None:
         await looking.done()
 
     on_router(folder, test)
+
+
+KEPT = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nkept"
+GONE = b"HTTP/1.1 404 Not Found\r\ncontent-length: 4\r\n\r\ngone"
+
+
+def on_two(folder: Path, test: Callable[[Client, Upstream, Upstream, Fake], Awaitable[None]], **settings: Any) -> None:
+    """Load both models, `a` first, with a process each. The first upstream is of `a`."""
+
+    async def both(client: Client, upstream: Upstream, fake: Fake) -> None:
+        upstream.answer, other = [KEPT], Upstream(answer=[GONE])
+        async with await asyncio.start_server(other.serve, "127.0.0.1", 0) as server:
+            await client.post("/models/load", {"model": "a"})
+            fake.port = server.sockets[0].getsockname()[1]
+            await client.post("/models/load", {"model": "b"})
+            await test(client, upstream, other, fake)
+            assert fake.told == ["load a", "load b"]
+
+    on_router(folder, both, at_once=2, **settings)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/responses/resp_1"),
+        ("DELETE", "/v1/responses/resp_1"),
+        ("DELETE", "/kvflash/conversations/c-1"),
+        ("POST", "/kvflash/conversations/c-1/pin"),
+        ("POST", "/slots/0?action=restore"),
+    ],
+)
+def test_what_only_one_model_knows_is_found(method: str, path: str, folder: Path) -> None:
+    """By its id alone, whichever model was used last; named, a model is asked alone."""
+
+    async def test(client: Client, a: Upstream, b: Upstream, fake: Fake) -> None:
+        async def asked(path: str) -> tuple[int, bytes]:
+            reply = await client.call(method, path, raw=sent, content_length=str(len(sent))).done()
+            assert reply.ended
+            return reply.status, bytes(reply.body)
+
+        sent = b'{"lo": 0, "hi": 64}' if method == "POST" else b""
+        assert await asked(path) == (200, b"kept")
+        assert a.asked == b.asked == [sent]
+        assert await asked(f"{path}{'&' if '?' in path else '?'}model=b") == (404, b"gone")
+        assert len(a.asked) == 1
+        a.answer = [GONE]
+        assert await asked(path) == (404, b"gone")
+        a.answer, fake.engines["b"].port = [KEPT], 1
+        assert await asked(path) == (200, b"kept"), "the other process has just ended"
+
+    on_two(folder, test)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/responses/input_tokens"])
+def test_a_response_is_gone_on_from_where_it_is_kept(path: str, folder: Path) -> None:
+    async def test(client: Client, a: Upstream, b: Upstream, fake: Fake) -> None:
+        goes_on = {"input": "x", "previous_response_id": "resp_1"}
+        reply = await client.post(path, goes_on, authorization="Bearer k")
+        assert (reply.status, bytes(reply.body)) == (200, b"kept")
+        assert [head.split(b" HTTP")[0] for head in a.heads] == [b"GET /v1/responses/resp_1", f"POST {path}".encode()]
+        assert b"authorization: Bearer k" in a.heads[0], "a response of another key is not found"
+        assert json.loads(a.asked[-1]) == goes_on
+        for named in ({**goes_on, "model": "b"}, {**goes_on, "previous_response_id": "?/\udcff"}):
+            a.answer = [GONE]
+            assert bytes((await client.post(path, named)).body) == b"gone", "the one that was named, or used last"
+
+    on_two(folder, test)
 
 
 def test_the_guard_stands_before_it(folder: Path) -> None:

@@ -415,3 +415,25 @@ def test_a_kept_response_is_told_again(stream: bool) -> None:
                 assert again["output"]
 
     Server().run(work)
+
+
+def test_a_response_is_erased() -> None:
+    """Later ones go on, since they have its items. Its conversation stays."""
+
+    async def work(client: Client) -> None:
+        before: str | None = None
+        ids = []
+        for text in ("first" * 60, "second"):
+            before = (await client.post("/v1/responses", {"input": text, "previous_response_id": before})).json["id"]
+            ids.append(before)
+        for front, id in zip(("/v1", ""), ids, strict=True):
+            path = f"{front}/responses/{id}"
+            assert (await client.call("DELETE", path).done()).json == {"id": id, "object": "response", "deleted": True}
+            for method in ("GET", "DELETE"):
+                gone = await client.call(method, path).done()
+                assert (gone.status, gone.json["error"]["code"]) == (404, "response_not_found")
+            goes_on = await client.post("/v1/responses", {"input": "third", "previous_response_id": ids[1]})
+            assert goes_on.status == (200 if id == ids[0] else 400)
+        assert (await client.get("/kvflash/conversations")).json["data"]
+
+    Server().run(work)
