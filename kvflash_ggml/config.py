@@ -56,7 +56,7 @@ class SpecConfig:
     width: int | None = None
     max_width: int | None = None
     window: int = _spec(
-        int, "--spec-window", default=SPEC_DEFAULT_WINDOW, least=SPEC_WINDOW,
+        notation.tokens, "--spec-window", default=SPEC_DEFAULT_WINDOW, least=SPEC_WINDOW,
         help="Newest tokens that a drafting model sees.",
     )  # fmt: skip
     n_gpu_layers: int | None = _spec(
@@ -191,7 +191,7 @@ class KVFlashConfig:
         " beside the model, or in a folder 'drafter' or 'draft' there]",
     )  # fmt: skip
     tau: int | None = _pool(
-        int, "--kvflash-tau", least=1,
+        notation.tokens, "--kvflash-tau", least=1,
         help="Tokens between two reselections while generating; chunks are scored four times as often. Beside a GPU the"
         " same call computes the same bits with a number only.  [default: chunks are scored at every token, or as often"
         " as that costs little; beside a GPU at every second, or as often as a thread has time]",
@@ -235,7 +235,7 @@ class KVFlashConfig:
         help="The part of a prompt that a preview reads; at least 2,048 tokens.",
     )  # fmt: skip
     stage: int | None = _pool(
-        notation.size, "--kvflash-stage", least=1, metavar="TOKENS",
+        notation.tokens, "--kvflash-stage", least=1, metavar="TOKENS",
         help="Tokens that exact reading can see at most. Of a longer text it sees the best chunks.  [default: all, or"
         " what a third of the free device memory holds]",
     )  # fmt: skip

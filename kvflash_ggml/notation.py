@@ -57,11 +57,21 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(map(str.strip, map(word, text.split(","))))
 
 
+def tokens(text: str) -> int:
+    """Read a number of tokens, with an optional K or M (powers of 1024). ValueError for any other text."""
+    word = text.strip()
+    if re.fullmatch(r"-?\d+", word):
+        return int(word)
+    if re.fullmatch(r"[\d.]+\s*[KM]", word, re.IGNORECASE):
+        return size(word)
+    raise ValueError(f"{text!r} is not a number of tokens: write it as 16384, or 16K, 1M")
+
+
 def limit(text: str) -> int:
     """Read a number of tokens of at least 1, or -1 for no limit. ValueError for any other text."""
-    number = text.strip()
-    if number == "-1" or (number.isdecimal() and int(number) > 0):
-        return int(number)
+    number = tokens(text)
+    if number == -1 or number > 0:
+        return number
     raise ValueError(f"{text!r} is not a number of tokens (-1: no limit)")
 
 
@@ -83,11 +93,14 @@ def origin(text: str) -> str:
 
 
 def pin(text: str) -> tuple[int, int]:
-    """Read a half-open range of tokens, LO:HI. ValueError for any other text."""
-    lo, _, hi = text.partition(":")
-    if not (lo.isdecimal() and hi.isdecimal() and int(lo) < int(hi)):
+    """Read a half-open range of tokens, LO:HI, as 0:512 or 0:4K. ValueError for any other text."""
+    try:
+        lo, hi = map(tokens, text.split(":"))
+    except ValueError:
+        lo, hi = 0, 0
+    if not 0 <= lo < hi:
         raise ValueError(f"{text!r} is not a range: write LO:HI with LO < HI, as in 0:512")
-    return int(lo), int(hi)
+    return lo, hi
 
 
 _SWITCH = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import settings
+from . import notation, settings
 from .constants import MAX_CONTEXT
 from .errors import ConfigError
 from .settings import in_section
@@ -88,7 +88,7 @@ class Samplers:
     presence_penalty: float = _field(float, least=-2, most=2, default=0.0, help="0: off.")
     frequency_penalty: float = _field(float, least=-2, most=2, default=0.0, help="0: off.")
     repeat_last_n: int = _field(
-        int, least=-1, most=MAX_CONTEXT, default=64,
+        notation.tokens, least=-1, most=MAX_CONTEXT, default=64,
         help="Tokens that the three penalties look back at, the prompt's included; 0: off; -1: the whole context.",
     )  # fmt: skip
     dry_multiplier: float = _field(
@@ -98,10 +98,10 @@ class Samplers:
         float, least=1, most=10, default=1.75, help="DRY: the penalty grows by this factor with each repeated token."
     )
     dry_allowed_length: int = _field(
-        int, least=0, most=MAX_CONTEXT, default=2, help="DRY: repetitions of so many tokens are free."
+        notation.tokens, least=0, most=MAX_CONTEXT, default=2, help="DRY: repetitions of so many tokens are free."
     )
     dry_penalty_last_n: int = _field(
-        int, least=-1, most=MAX_CONTEXT, default=64,
+        notation.tokens, least=-1, most=MAX_CONTEXT, default=64,
         help="DRY: tokens that it looks back at, the prompt's included; 0: off; -1: the whole context.",
     )  # fmt: skip
     dry_sequence_breakers: tuple[str, ...] = _field(
@@ -128,7 +128,7 @@ class Samplers:
         help=f"The samplers that are used, in their order.  [default: {';'.join(ORDER)}]",
     )  # fmt: skip
     min_tokens: int = _field(
-        int, least=0, most=MAX_CONTEXT, default=0, help="The answer does not end before so many tokens."
+        notation.tokens, least=0, most=MAX_CONTEXT, default=0, help="The answer does not end before so many tokens."
     )
 
     def __post_init__(self) -> None:

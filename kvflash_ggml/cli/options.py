@@ -94,13 +94,16 @@ class ContextOptions:
     """The context that is made for a model."""
 
     ctx_size: int = _model(
-        int, "-c", least=0, most=MAX_CONTEXT, default=0,
-        help="Logical context in tokens; 0 is the length the model was trained for.",
+        notation.tokens, "-c", least=0, most=MAX_CONTEXT, default=0,
+        help="Context in tokens, as 16K; 0 is as many as the model was trained for.",
     )  # fmt: skip
-    batch_size: int | None = _model(int, "-b", least=1, most=MAX_CONTEXT, help="Logical batch.  [default: 512]")
-    ubatch_size: int | None = _model(
-        int, "-ub", least=1, most=MAX_CONTEXT, help="Tokens of one step.  [default: 512, or what --fit finds]"
+    batch_size: int | None = _model(
+        notation.tokens, "-b", least=1, most=MAX_CONTEXT, help="Logical batch.  [default: 512]"
     )
+    ubatch_size: int | None = _model(
+        notation.tokens, "-ub", least=1, most=MAX_CONTEXT,
+        help="Tokens of one step.  [default: 512, or what --fit finds]",
+    )  # fmt: skip
     threads_batch: int | None = _model(
         int, "-tb", least=-1, most=MAX_THREADS, help="CPU threads that read a prompt.  [default: as -t]"
     )
@@ -320,7 +323,7 @@ class SpecOptions:
     """How drafts are made and verified, beside their types. fields: of `SpecConfig`, by name."""
 
     draft_n_max: int | None = _spec(
-        int, "--spec-draft-n-max", least=1,
+        notation.tokens, "--spec-draft-n-max", least=1,
         help="Draft at most N tokens a step.  [default: as measured costs decide, up to 31; 7 with recurrent state]",
     )  # fmt: skip
     fixed: bool = _spec(

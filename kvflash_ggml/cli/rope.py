@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from .. import notation
 from ..errors import ConversionError
 from ..gguf import reader
 from ..settings import in_section
@@ -35,7 +36,7 @@ class RopeOptions:
     rope_freq_scale: float | None = _rope(
         float, least=0, above=True, metavar="N", help="Multiply the frequencies by N, the inverse of --rope-scale."
     )
-    yarn_orig_ctx: int | None = _rope(int, least=1, help="YaRN: the trained length.")
+    yarn_orig_ctx: int | None = _rope(notation.tokens, least=1, help="YaRN: the trained length.")
     yarn_ext_factor: float | None = _rope(float, least=-1, help="YaRN: extrapolation; 0 is interpolation alone.")
     yarn_attn_factor: float | None = _rope(float, least=-1, help="YaRN: scale of the attention.")
     yarn_beta_slow: float | None = _rope(float, least=-1, help="YaRN: high correction dimension, alpha.")

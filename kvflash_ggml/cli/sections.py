@@ -180,6 +180,13 @@ class Number(click.FloatRange):
         return number
 
 
+class Tokens(click.IntRange):
+    """A number of tokens in a range, as 16384 or 16K."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return super().convert(Written(notation.tokens).convert(value, param, ctx), param, ctx)
+
+
 def option(section: str) -> Callable[..., Callable[[F], F]]:
     """Make `click.option` for one section."""
 
@@ -257,7 +264,7 @@ def _attributes(field: str, one: Setting) -> dict[str, Any]:
     return {**found, "show_default": one.shown and one.default is not None and not one.many}
 
 
-_METAVARS: dict[Any, str] = {int: "N", float: "X"}
+_METAVARS: dict[Any, str] = {int: "N", notation.tokens: "N", float: "X"}
 
 
 def _type(one: Setting) -> click.ParamType:  # type: ignore[type-arg,unused-ignore]
@@ -269,6 +276,8 @@ def _type(one: Setting) -> click.ParamType:  # type: ignore[type-arg,unused-igno
         return click.INT
     if one.kind is int:
         return click.IntRange(one.least, one.most)  # type: ignore[arg-type]
+    if one.kind is notation.tokens:
+        return Tokens(one.least, one.most)  # type: ignore[arg-type]
     if one.kind is float:
         return Number(one.least, one.most, min_open=one.above)
     if one.kind is Path:

@@ -98,7 +98,7 @@ class ServerOptions:
         help="How token vectors become one embedding.  [default: the model's own, or mean]",
     )
     embedding_tokens: int = _server(
-        int, least=64, default=2048, metavar="N", help="Longest text to embed or rank, in tokens."
+        notation.tokens, least=64, default=2048, metavar="N", help="Longest text to embed or rank, in tokens."
     )
     models_dir: Path | None = _server(
         Path, "--models-dir", "--models", metavar="DIR", exists=True,

@@ -24,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 
+from .. import notation
 from ..sampling import KNOWN, MAX_BREAKERS, Samplers, check_breakers, read_order
 from ..settings import Setting, settings
 from . import fields
@@ -267,7 +268,7 @@ def _sampler(name: str, one: Setting) -> tuple[Any, Any]:
         return Annotated[tuple[str, ...] | None, PlainValidator(_READ[name])], None
     above, least = (one.least, None) if one.above else (None, one.least)
     names = AliasChoices(name, *filter(None, [_ALSO.get(name)]))
-    kind = Whole if one.kind is int else one.kind
+    kind = Whole if one.kind in (int, notation.tokens) else one.kind
     return kind | None, Field(None, gt=above, ge=least, le=one.most, validation_alias=names)
 
 

@@ -70,7 +70,9 @@ class ServerSettings:
         help="Bytes per second to and from the store, at most.  [default: no limit]",
     )  # fmt: skip
     max_queue: int = _limits(int, least=1, default=256, help="Requests that may wait; a further one gets 429.")
-    max_queued_tokens: int | None = _limits(int, least=1, help="Prompt tokens that may wait.  [default: 4 x -c]")
+    max_queued_tokens: int | None = _limits(
+        notation.tokens, least=1, help="Prompt tokens that may wait.  [default: 4 x -c]"
+    )
     max_body: int = _limits(
         notation.size, default=32 << 20, metavar="SIZE", shown=False,
         help="Largest request; a larger one gets 413.  [default: 32M]",
@@ -99,7 +101,7 @@ class ServerSettings:
         help="Longest answer in tokens, where the request names no limit; -1: up to the end of the context.",
     )  # fmt: skip
     most_tokens: int | None = _limits(
-        int, "--max-tokens-limit", least=1,
+        notation.tokens, "--max-tokens-limit", least=1,
         help="Longest answer in tokens, whatever the request says.  [default: the context]",
     )  # fmt: skip
     timeout_s: float = _limits(

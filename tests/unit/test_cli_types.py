@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import click
 import pytest
+from click.testing import CliRunner
 
 from kvflash_ggml import notation
+from kvflash_ggml.cli import main
 from kvflash_ggml.cli.options import read_layers
-from kvflash_ggml.cli.sections import Number, Place, Written
+from kvflash_ggml.cli.sections import Number, Place, Tokens, Written
 from kvflash_ggml.config import POOL_SETTINGS
 from kvflash_ggml.constants import KV_TYPES
 
@@ -17,6 +21,7 @@ LIMIT = Written(notation.limit)
 PIN = Written(notation.pin)
 SIZE = Written(notation.size)
 WORD = Written(notation.word)
+TOKENS = Tokens(-1, 1 << 20)
 KEY = Written(notation.key)
 ORIGIN = Written(notation.origin)
 FILE = Place()
@@ -51,6 +56,13 @@ FILE = Place()
         (ORIGIN, "vscode-webview://a1b2", "vscode-webview://a1b2"),
         (LIMIT, "-1", -1),
         (LIMIT, "20", 20),
+        (LIMIT, "4k", 4096),
+        (PIN, "0:4K", (0, 4096)),
+        (TOKENS, "16K", 16384),
+        (TOKENS, "0.5M", 1 << 19),
+        (TOKENS, " 1 M ", 1 << 20),
+        (TOKENS, "-1", -1),
+        (TOKENS, "7", 7),
     ],
 )
 def test_values(kind: click.ParamType, text: str, value: object) -> None:
@@ -69,7 +81,8 @@ def test_values(kind: click.ParamType, text: str, value: object) -> None:
         *((KEY, text) for text in ("", " ", "a b", "clé", "a\n")),
         *((ORIGIN, text) for text in ("", "chat.example.org", "https://a.example/", "https://a,https://b", "https://")),
         *((FILE, text) for text in ("",)),
-        *((LIMIT, text) for text in ("", "0", "-2", "many")),
+        *((LIMIT, text) for text in ("", "0", "-2", "many", "0K")),
+        *((TOKENS, text) for text in ("", "K", "-2", "2M", "1G", "16KB", "1.5", "1e3", "0x10", "1K1", "1.5.5K")),
     ],
 )
 def test_mistakes(kind: click.ParamType, text: str) -> None:
@@ -79,3 +92,19 @@ def test_mistakes(kind: click.ParamType, text: str) -> None:
 
 def test_cache_types_are_ggml_s() -> None:
     assert sorted(KV_TYPES.values()) == [0, 1, 2, 3, 6, 7, 8, 30]
+
+
+@pytest.mark.parametrize("verb", ["run", "serve"])
+def test_every_number_of_tokens_may_have_a_letter(verb: str) -> None:
+    """Whatever number the help counts in tokens is read as a size of the pool is."""
+    options = [param for param in main.commands[verb].params if isinstance(param, click.Option)]
+    counts = [one for one in options if re.search(r"\b[Tt]oken", one.help or "") and one.metavar in ("N", "TOKENS")]
+    assert {"--ctx-size", "--kvflash-tau", "--kvflash-stage", "--min-tokens"} <= {one.opts[-1] for one in counts}
+    read = {one.opts[-1]: one.type.convert("4K", one, None) for one in counts}
+    assert read == dict.fromkeys(read, 4096)
+
+
+def test_numbers_of_tokens_have_their_bounds() -> None:
+    result = CliRunner().invoke(main, ["run", "m.gguf", "-c", "1M", "-b", "0K"])
+    assert result.exit_code == 2
+    assert "'-b' / '--batch-size': 0 is not in the range" in result.output
