@@ -260,24 +260,33 @@ def commands(program: str) -> list[Any]:
 
 
 def parse(group: click.Command, words: list[str]) -> None:
-    """UsageError for an option that is not there, or one without its value."""
+    """UsageError for an option that is not there, one without its value, or with one that it does not take."""
     command = group
     while isinstance(command, click.Group):
         command = command.commands[words.pop(0)] if words[0] in command.commands else command.commands["run"]
-    context = click.Context(command, **command.context_settings)
-    command.make_parser(context).parse_args(words)
+    command.parse_args(click.Context(command, **command.context_settings), words)
 
 
+@pytest.fixture
+def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the path of any file: the pages name files that are not here."""
+    for kind in (click.Path, click.File):
+        monkeypatch.setattr(kind, "convert", lambda self, value, param, ctx: value)
+
+
+@pytest.mark.usefixtures("no_files")
 @pytest.mark.parametrize("words", commands("kvflash-run"))
 def test_commands_can_be_typed(words: list[str]) -> None:
     parse(cli.main, words)
 
 
+@pytest.mark.usefixtures("no_files")
 @pytest.mark.parametrize("words", commands("kvflash-bench"))
 def test_benchmarks_can_be_typed(words: list[str]) -> None:
     parse(bench.main, words)
 
 
+@pytest.mark.usefixtures("no_files")
 @pytest.mark.parametrize("words", commands("kvflash-convert"))
 def test_conversions_can_be_typed(words: list[str]) -> None:
     parse(converting, words)
@@ -295,6 +304,13 @@ def test_options_of_ours_that_the_page_of_options_names_are_there() -> None:
 def test_a_command_that_cannot_be_typed_is_found() -> None:
     with pytest.raises(click.NoSuchOption):
         parse(cli.main, ["model.gguf", "--kv-flash", "4096"])
+
+
+@pytest.mark.usefixtures("no_files")
+@pytest.mark.parametrize("words", [["--pools", "many"], ["-ctk", "q9"], ["--samples", "0"]])
+def test_a_value_that_an_option_does_not_take_is_found(words: list[str]) -> None:
+    with pytest.raises(click.BadParameter):
+        parse(bench.main, ["ruler", "model.gguf", *words])
 
 
 # --- examples
