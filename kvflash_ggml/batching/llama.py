@@ -269,7 +269,8 @@ class LlamaModel:
     def _known(self, token: int) -> tuple[bytes, bool]:
         cached = self._pieces.get(token)
         if cached is None:
-            piece = bytes(self.text.model.weights.detokenize([token])) if token >= 0 else b""  # a row of an image
+            # a row of an image has a number below 0
+            piece = vocabulary.piece(self.text.model.weights.vocab, token, special=False) if token >= 0 else b""
             cached = self._pieces[token] = (piece, self._is_end(token))
         return cached
 

@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import ConfigError
 
 _BYTES = {name: byte for byte in range(256) for name in (b"<0x%02X>" % byte, bytes([byte]))}
+NONE = "this model's file has no vocabulary: give it tokens (generate, eval) instead of text"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
@@ -65,7 +66,7 @@ def check(text: bytes, tokens: frozenset[bytes] | None) -> None:
     if tokens is None:
         return
     if not tokens:
-        raise ConfigError("this model's file has no vocabulary: give it tokens (generate, eval) instead of text")
+        raise ConfigError(NONE)
     for letter in sorted({*text.decode("utf-8", "surrogateescape"), *" "[: len(text)]}):
         coded = letter.replace(" ", _SPACE).encode("utf-8", "surrogateescape")
         named = (b"<0x%02X>" % byte in tokens or bytes([byte]) in tokens for byte in coded)
@@ -93,9 +94,14 @@ def tokenize(vocab: Any, data: bytes, *, add_special: bool, parse_special: bool)
 
 
 def piece(vocab: Any, token: int, *, special: bool) -> bytes:
-    """Return the text of a token that the vocabulary has. Upstream leaves out pieces of more than 32 bytes."""
+    """Return the text of a token that the vocabulary has. Upstream leaves out pieces of more than 32 bytes.
+
+    ConfigError where there is no vocabulary: llama.cpp would end the process.
+    """
     import llama_cpp
 
+    if llama_cpp.llama_vocab_type(vocab) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
+        raise ConfigError(NONE)
     size = 64
     while True:
         buffer = (ctypes.c_char * size)()

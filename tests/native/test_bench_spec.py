@@ -117,6 +117,18 @@ def test_models_of_random_weights_count(tmp_path: Path, loaded: None) -> None:
     llm.close()
 
 
+def test_models_of_random_weights_are_not_served(tmp_path: Path, loaded: None) -> None:
+    """Llama.cpp would end the process at the first token's text."""
+    from kvflash_bench.shapes import SHAPES, write
+    from kvflash_ggml import Engine, Llama
+
+    path = tmp_path / "tiny.gguf"
+    write(path, SHAPES["tiny"])
+    with Engine(Llama(str(path), n_ctx=256, kvflash=256, n_threads=1, n_threads_batch=1, verbose=False)) as engine:
+        answers = engine.generate_many([[900, 30, 500], [7]], max_tokens=4)
+    assert ["no vocabulary" in str(answer.error) for answer in answers] == [True, True]
+
+
 def test_models_of_random_weights_read_and_write_text(tmp_path: Path, loaded: None) -> None:
     from kvflash_bench.shapes import SHAPES, write
     from kvflash_ggml import Llama
