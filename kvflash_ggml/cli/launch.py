@@ -193,7 +193,9 @@ PROGRAMS: Mapping[str, Program] = {
     metavar="PATH",
     help="Serve this model while the program runs, instead. Options of the server are taken from their variables.",
 )
-@click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print what would be started, and start nothing. PORT stands for a free port."
+)
 @click.argument("program", type=click.Choice(list(PROGRAMS)))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGUMENTS]...")
 @click.pass_context
@@ -226,8 +228,8 @@ def launch(
     found = shutil.which(wanted.file)  # first: to load a model may take minutes
     if found is None and not dry_run:
         raise click.UsageError(f"there is no program {wanted.file!r} on the PATH: {wanted.install}")
-    with _server(model, api_key, port or 0) if model is not None else _given(url, port or 8080) as address:
-        told = wanted.tells(_served(address, api_key))
+    with _served(url, port, api_key, model, dry_run=dry_run) as served:
+        told = wanted.tells(served)
         line = [*told.arguments, *(arguments[1:] if arguments[:1] == ("--",) else arguments)]
         for name, value in told.environment.items():
             shown = value if api_key == "none" else value.replace(json.dumps(api_key)[1:-1], "...")
@@ -235,6 +237,8 @@ def launch(
         for path, value in told.files.items():
             note(f"{FOLDER}/{path}: {json.dumps(value)}")
         note(shlex.join([wanted.file, *line]))
+        if found is None:
+            note(f"there is no program {wanted.file!r} on the PATH: {wanted.install}")
         if found is None or dry_run:
             return
         with _folder(told.files) as folder:
@@ -260,15 +264,43 @@ def _is_typed(ctx: click.Context, name: str) -> bool:
 
 
 @contextmanager
-def _given(url: str | None, port: int) -> Iterator[str]:
-    yield (url or f"http://127.0.0.1:{port}").rstrip("/").removesuffix("/v1")
+def _served(url: str | None, port: int | None, key: str, model: Path | None, *, dry_run: bool) -> Iterator[Served]:
+    """Yield the server that is there, or one of the model's own, which ends with the program."""
+    if model is None:
+        yield _asked((url or f"http://127.0.0.1:{port or 8080}").rstrip("/").removesuffix("/v1"), key)
+    elif dry_run:
+        note(shlex.join(["kvflash-run", *_line(model, port)]))
+        yield _planned(model, port, key)
+    else:
+        with _server(model, key, port) as address:
+            yield _asked(address, key)
+
+
+def _line(model: Path, port: int | None) -> list[str]:
+    return ["serve", str(model), "--host", "127.0.0.1", "-q", "--port", str(port or 0)]
+
+
+def _planned(model: Path, port: int | None, key: str) -> Served:
+    """Tell what `_server` would serve, by the model's file and the variables of the options. It loads nothing."""
+    from .rope import lengths
+    from .serve import serve
+
+    verb, *line = _line(model, port)
+    asked = serve.make_context(verb, line).params
+    alias, *_ = asked["alias"] or (model.stem,)
+    n_ctx = asked["ctx_size"] or lengths(str(model))[1]
+    if not n_ctx:
+        raise click.ClickException(
+            f"{model} does not say for how long a context it was trained: set KVFLASH_CTX_SIZE, or see what "
+            f"kvflash-run doctor {model} says of the file"
+        )
+    return Served(url=f"http://127.0.0.1:{port or 'PORT'}", key=key, model=alias, n_ctx=n_ctx)
 
 
 @contextmanager
-def _server(model: Path, key: str, port: int) -> Iterator[str]:
+def _server(model: Path, key: str, port: int | None) -> Iterator[str]:
     """Start a server that ends with the program, and yield its address. ClickException if it does not come up."""
-    line = [sys.executable, "-m", "kvflash_ggml", "serve", str(model), "--host", "127.0.0.1", "-q"]
-    line += ["--port", str(port)]
+    line = [sys.executable, "-m", "kvflash_ggml", *_line(model, port)]
     keys = {} if key == "none" else {"KVFLASH_API_KEY": key}
     # in a session of its own, so that Ctrl-C reaches the program alone
     process = subprocess.Popen(
@@ -298,7 +330,7 @@ def _drop(lines: TextIO) -> None:
         deque(lines, 0)
 
 
-def _served(url: str, key: str) -> Served:
+def _asked(url: str, key: str) -> Served:
     """Ask what is served at an address. ClickException if nothing is."""
     request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
     try:

@@ -68,7 +68,7 @@ class RopeOptions:
         beside other settings.
         """
         given = self.rope_settings()
-        trained, longest = _trained(path)
+        trained, longest = lengths(path)
         if self.yarn:
             if given:
                 raise click.UsageError("--yarn finds the settings of RoPE: leave out the others, or --yarn")
@@ -84,7 +84,7 @@ class RopeOptions:
         return given
 
 
-def _trained(path: str) -> tuple[int, int]:
+def lengths(path: str) -> tuple[int, int]:
     """Read the length of the training, before any scaling of the model's own, and the context that it is made for.
 
     0 where the file does not say it, or cannot be read: that error is told when the model is loaded.

@@ -84,5 +84,5 @@ def listed(request: HttpRequest, entries: Sequence[dict[str, Any]]) -> Response:
 def unknown(wanted: str, names: Sequence[str]) -> ApiError:
     """Make the error for a name that no model has."""
     served = ", ".join(repr(name[:80]) for name in names[:8]) + ", ..." * (len(names) > 8)
-    message = f"there is no model {wanted[:80]!r}: {served or 'none'} is served"
+    message = f"there is no model {wanted[:80]!r}: {served or 'none'} {'are' if len(names) > 1 else 'is'} served"
     return ApiError(404, message, code="model_not_found", param="model")

@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvflash_ggml.cli import main
-from kvflash_ggml.cli.launch import PROGRAMS
+from kvflash_ggml.cli.launch import PROGRAMS, Served
 
 FILES = {name: name for name in PROGRAMS} | {"qwen-code": "qwen"}
 
@@ -88,6 +88,37 @@ def test_a_dry_run_starts_nothing(url: str, programs: Path) -> None:
     assert f"ANTHROPIC_BASE_URL={url}" in result.output
     assert "secret" not in result.output
     assert not (programs / "claude.said").exists()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_dry_run_wants_no_program(program: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    result = run("--url", url, "--api-key", "secret", "--dry-run", program)
+    assert result.exit_code == 0, result.output
+    assert f"{url}" in result.output
+    assert f"there is no program {FILES[program]!r} on the PATH: {PROGRAMS[program].install}" in result.output
+
+
+@pytest.mark.parametrize(("port", "shown"), [((), "PORT"), (("--port", "0"), "PORT"), (("--port", "8099"), "8099")])
+def test_a_dry_run_loads_no_model(port: tuple[str, ...], shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tells the same each time: what the model's file and the variables of the server say."""
+    model = Path(__file__).parents[1] / "models/recall-qwen3-q8_0.gguf"
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **more: pytest.fail("it starts something"))
+    said = [run(*port, "-m", str(model), "--dry-run", "codex", "--", "exec") for _ in range(2)]
+    assert said[0].exit_code == 0, said[0].output
+    assert said[0].output == said[1].output
+    assert f"kvflash-run serve {model} --host 127.0.0.1 -q --port {port[-1] if port else 0}\n" in said[0].output
+    assert f'base_url="http://127.0.0.1:{shown}/v1"' in said[0].output
+    assert "-c model_context_window=131072" in said[0].output
+    assert 'model="recall-qwen3-q8_0"' in said[0].output
+    monkeypatch.setenv("KVFLASH_CTX_SIZE", "16K")
+    monkeypatch.setenv("KVFLASH_ALIAS", "mine,other")
+    told = run("-m", str(model), "--dry-run", "claude").output
+    assert "ANTHROPIC_MODEL=mine\n" in told
+    assert "CLAUDE_CODE_MAX_CONTEXT_TOKENS=16384\n" in told
+    monkeypatch.delenv("KVFLASH_CTX_SIZE")
+    refused = run("-m", __file__, "--dry-run", "claude")
+    assert (refused.exit_code, "KVFLASH_CTX_SIZE" in refused.output) == (1, True)
 
 
 @pytest.mark.parametrize(("program", "file"), [("crush", "crush.json"), ("cline", "settings/providers.json")])
@@ -194,3 +225,14 @@ def test_a_program_that_is_not_there(url: str, monkeypatch: pytest.MonkeyPatch) 
     assert result.exit_code == 2
     assert "npm install -g @anthropic-ai/claude-code" in result.output
     assert run("--url", url, "emacs").exit_code == 2
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_page_of_agents_has_what_is_set(program: str) -> None:
+    names = {"claude": "Claude Code", "codex": "Codex", "opencode": "OpenCode", "qwen-code": "Qwen Code"}
+    page = (Path(__file__).parents[2] / "docs/agents.md").read_text(encoding="utf-8")
+    name = names.get(program, program)
+    row = next(line for line in page.splitlines() if line.lower().startswith(f"| {name.lower()} | `/v1"))
+    told = PROGRAMS[program].tells(Served(url="http://127.0.0.1:8080", key="k", model="m", n_ctx=4096))
+    words = [word for word in told.arguments if word.startswith("-")]
+    assert {one for one in (*told.environment, *told.files, *words) if one not in row} == set()

@@ -564,7 +564,7 @@ def test_what_is_listed(folder: Path) -> None:
         assert [found[name]["status"]["value"] for name in "ab"] == ["unloaded", "loaded"]
         assert [found[name]["meta"]["n_ctx"] for name in "ab"] == [8192, 4096]
         assert (await client.get("/v1/models/a")).json["id"] == "a"
-        assert (await client.get("/v1/models/c")).status == 404
+        assert (await client.get("/v1/models/c")).message == "there is no model 'c': 'a', 'b' are served"
         assert [one["name"] for one in (await client.get("/api/tags")).json["models"]] == ["a", "b"]
         (running,) = (await client.get("/api/ps")).json["models"]
         assert (running["name"], running["context_length"], running["expires_at"] > "2026") == ("b", 4096, True)
