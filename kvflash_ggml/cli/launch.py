@@ -25,6 +25,7 @@ from typing import Any, TextIO
 import click
 
 from .. import system
+from ..constants import POOL_STEP, round_up
 from .sections import HELP
 from .terminal import note
 
@@ -288,7 +289,7 @@ def _planned(model: Path, port: int | None, key: str) -> Served:
     verb, *line = _line(model, port)
     asked = serve.make_context(verb, line).params
     alias, *_ = asked["alias"] or (model.stem,)
-    n_ctx = asked["ctx_size"] or lengths(str(model))[1]
+    n_ctx = round_up(asked["ctx_size"] or lengths(str(model))[1], POOL_STEP)
     if not n_ctx:
         raise click.ClickException(
             f"{model} does not say for how long a context it was trained: set KVFLASH_CTX_SIZE, or see what "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,14 +13,16 @@ import click
 
 from .. import notation
 from ..batching.messages import Sampling
+from ..config import KVFlashConfig
+from ..constants import CHUNK, POOL_STEP, SPEED_CAP, round_up
 from ..errors import EncoderError, UnsupportedModelError
 from ..server.settings import ServerSettings
 from ..settings import in_section
+from . import report
 from .hub import HubModel, hub_model
 from .model import in_words, keywords, load_model, log_requests, open_model
 from .options import LogOptions, OpeningOptions, read_parallel
 from .prompt import read_text
-from .report import dry_run as say_what_goes_where
 from .sections import MODEL_FILE
 from .terminal import note, size_text
 
@@ -267,17 +269,38 @@ def dry_run(job: Serving, path: str) -> int:
 
     Raises as `serve_model`.
     """
-    from ..placement.sizing import MOST_SEQUENCES
-
-    server, settings = job.server, job.settings
+    asked, settings = placed(job, path), job.settings
     try:
-        if code := say_what_goes_where(path, placed(job, path), as_json=False):
-            return code
+        found = report.predicted(path, asked)
+        lines = report.placement_lines(path, found)
+        lines += _together(asked["kvflash"], found) if found["fits"] else []
     except EncoderError:
-        click.echo(ENCODES)
-        click.echo(f"served: {settings.alias} at {settings.host}, port {settings.port}")
-        return 0
-    most = MOST_SEQUENCES if server.parallel == "auto" else server.parallel
-    together = f", up to {most} answers at once; the pool and the state above are of one" if most > 1 else ""
-    click.echo(f"served: {settings.alias} at {settings.host}, port {settings.port}{together}")
+        found, lines = {"fits": True}, [ENCODES]
+    for line in lines:
+        click.echo(line)
+    if not found["fits"]:
+        return report.DOES_NOT_FIT
+    click.echo(f"served: {settings.alias} at {settings.host}, port {settings.port}")
     return 0
+
+
+def _together(config: KVFlashConfig, placed: Mapping[str, Any]) -> list[str]:
+    """Say what pool several answers share, where the placement is of one answer."""
+    from ..placement import sizing
+
+    one, n_ctx = placed["pool"], placed["n_ctx"]
+    several = one < n_ctx or config.pool_bytes is not None
+    slots = one if several else SPEED_CAP if config.pool == "auto" else round_up(config.pool, POOL_STEP)
+    count = config.sequences
+    if config.parallel == "auto" and not (config.serves_one or config.deterministic):
+        count = sizing.sequences(config, slots, rows=placed["n_ubatch"])
+    if count == 1:
+        return []
+    asked = replace(config, parallel=count, **({"pool": one, "pool_bytes": None} if one < n_ctx else {}))
+    slot_bytes = sum(device["needs"]["KV"] for device in placed["devices"]) // one
+    shared = sizing.resolve(asked, n_ctx=n_ctx, slot_bytes=slot_bytes, lanes=()).slots
+    least = shared // count // CHUNK * CHUNK
+    return [
+        f"pool of {count} answers at once: {shared:,} tokens, at least {least:,} for each; the table is of one answer, "
+        f"with {one:,}"
+    ]

@@ -111,7 +111,7 @@ def test_a_dry_run_loads_no_model(port: tuple[str, ...], shown: str, monkeypatch
     assert f'base_url="http://127.0.0.1:{shown}/v1"' in said[0].output
     assert "-c model_context_window=131072" in said[0].output
     assert 'model="recall-qwen3-q8_0"' in said[0].output
-    monkeypatch.setenv("KVFLASH_CTX_SIZE", "16K")
+    monkeypatch.setenv("KVFLASH_CTX_SIZE", "16300")
     monkeypatch.setenv("KVFLASH_ALIAS", "mine,other")
     told = run("-m", str(model), "--dry-run", "claude").output
     assert "ANTHROPIC_MODEL=mine\n" in told

@@ -16,6 +16,7 @@ import pytest
 from click.testing import Result
 from support.fake_llama import Stage, staged
 
+from kvflash_ggml import notation
 from kvflash_ggml.batching.messages import Sampling
 from kvflash_ggml.cli import model, report
 from kvflash_ggml.cli.llama_flags import ANSWERED, SWITCHED, TAKEN
@@ -129,18 +130,33 @@ def test_what_is_a_distribution_of_its_own_says_so(
 
 
 @pytest.mark.parametrize(
-    ("options", "together"),
+    ("options", "one", "count", "shared"),
     [
-        ((), ", up to 4 answers at once; the pool and the state above are of one"),
-        (("-np", "2"), ", up to 2 answers at once; the pool and the state above are of one"),
-        (("-np", "1"), ""),
+        ((), (8192, 8192), 4, (16384, 4096)),
+        (("-np", "2"), (8192, 8192), 2, (16384, 8192)),
+        (("-np", "3"), (1024, 8192), 3, (1536, 512)),
+        (("--kvflash", "12K"), (8192, 8192), 4, (12288, 3072)),
+        (("--kvflash", "1K"), (1024, 8192), 2, (1024, 512)),
+        (("--kvflash", "30M"), (8192, 8192), 4, (10240, 2560)),
+        (("--kvflash-deterministic",), (8192, 8192), 1, (0, 0)),
+        (("-np", "1"), (8192, 8192), 1, (0, 0)),
     ],
 )
 def test_a_dry_run_loads_nothing_and_takes_no_port(
-    options: tuple[str, ...], together: str, serve: Serving, monkeypatch: pytest.MonkeyPatch
+    options: tuple[str, ...],
+    one: tuple[int, int],
+    count: int,
+    shared: tuple[int, int],
+    serve: Serving,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """It tells the pool of one answer, which is placed, and that of several. one: slots, and the context."""
     asked: list[tuple[str, KVFlashConfig]] = []
-    found: dict[str, Any] = {"fits": True, "table": "device  free", "options": ["-ngl", "0"]}
+    pool, n_ctx = one
+    found: dict[str, Any] = {
+        "fits": True, "table": "device  free", "options": ["-ngl", "0"], "pool": pool, "n_ctx": n_ctx, "n_ubatch": 512,
+        "devices": [{"needs": {"KV": pool * 2048}}, {"needs": {"KV": pool * 1024}}],
+    }  # fmt: skip
 
     def predicted(path: str, settings: dict[str, Any]) -> dict[str, Any]:
         asked.append((path, settings["kvflash"]))
@@ -151,9 +167,14 @@ def test_a_dry_run_loads_nothing_and_takes_no_port(
     result = serve("m.gguf", "--dry-run", "--embeddings", "--port", "81", "-a", "one,two", *options)
     assert result.exit_code == 0, result.output
     table = "device  free\nllama.cpp, with a full cache: llama-cli -m m.gguf -ngl 0\n"
-    assert result.stdout == f"{table}served: one at 127.0.0.1, port 81{together}\n"
-    parallel = int(options[1]) if options else "auto"
-    assert asked == [("m.gguf", KVFlashConfig(pool="auto", parallel=parallel, embedding=2048))]
+    if count > 1:
+        table += f"pool of {count} answers at once: {shared[0]:,} tokens, at least {shared[1]:,} for each; "
+        table += f"the table is of one answer, with {pool:,}\n"
+    assert result.stdout == f"{table}served: one at 127.0.0.1, port 81\n"
+    given: dict[str, Any] = {"parallel": "auto", "deterministic": "--kvflash-deterministic" in options}
+    given |= {"parallel": int(options[1])} if "-np" in options else {}
+    given |= notation.pool(options[1]) or {} if "--kvflash" in options else {"pool": "auto"}
+    assert asked == [("m.gguf", KVFlashConfig(**given, embedding=2048))]
     found = {"fits": False, "device": "CPU", "why": "CPU has 1 MiB free"}
     result = serve("m.gguf", "--dry-run")
     assert (result.exit_code, result.stdout) == (3, "does not fit: CPU has 1 MiB free\n")
