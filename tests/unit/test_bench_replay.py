@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import draw_replay as drawn
 import pytest
 
 from kvflash_bench import plot, replay, transcripts
@@ -159,3 +160,14 @@ def test_a_picture(tmp_path: Path) -> None:
     ]  # fmt: skip
     plot.replay(rows, tmp_path / "replay.png", title="a model")
     assert (tmp_path / "replay.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_of_the_page_is_what_the_script_draws() -> None:
+    assert drawn.PICTURE.read_text(encoding="utf-8") == drawn.render(), "run python scripts/draw_replay.py"
+
+
+def test_the_picture_has_each_row_of_the_table() -> None:
+    assert [row[:3] for row in drawn.rows()] == [(1, 34, 34), (2, 68, 68), (4, 136, 136)]
+    for _, requests, ours, unpatched in drawn.rows():
+        for count in (ours, unpatched):
+            assert f">{count} of {requests} requests<" in drawn.render()
