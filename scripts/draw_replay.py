@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws docs/replay.svg: the requests of agents' sessions that two servers answer, by the table of docs/comparing.md."""
+"""Draws docs/replay.svg: the requests of agents' sessions that are answered, by the table of docs/comparing.md."""
 
 from __future__ import annotations
 
