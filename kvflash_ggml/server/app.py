@@ -133,7 +133,7 @@ def make_app(front: Front, metrics: Metrics) -> Starlette:
         async def call(request: Request) -> Response:
             given = () if kind is None else (await front.asked(request, kind),)
             response = await endpoint(front, request, *given)
-            fields.tell(request, response, logged)
+            fields.tell(request, response, logged, front.settings.alias)
             return response
 
         return Route(path, call, methods=[method])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -78,10 +77,10 @@ def note(request: HttpRequest, names: Sequence[str]) -> None:
     request.scope[IGNORED] = list(dict.fromkeys((*noted, *more)))
 
 
-def tell(request: HttpRequest, response: Response, logged: set[tuple[str, ...]]) -> None:
+def tell(request: HttpRequest, response: Response, logged: set[tuple[str, ...]], model: str) -> None:
     """Name what was ignored of a request, in a header of its answer, and once in the log.
 
-    logged: what has been logged already, which is added to: agents send the same again and again.
+    logged: what has been logged already, which is added to: agents send the same again and again. model: its name.
     """
     names: Sequence[str] = request.scope.get(IGNORED, ())
     if not names:
@@ -95,5 +94,5 @@ def tell(request: HttpRequest, response: Response, logged: set[tuple[str, ...]])
     if len(logged) < MAX_LOGGED:
         logged.add(key)
     level = logging.WARNING if any("=" in name for name in names) else logging.INFO
-    line = {"path": request.scope["path"], "ignored": shown, "count": len(names)}
-    requestlog.logger.log(level, "%s", json.dumps(line))
+    line = {"path": request.scope["path"], "model": model, "ignored": shown, "count": len(names)}
+    requestlog.write(line, level)

@@ -48,7 +48,8 @@ class Guard:
             if message["type"] == "http.response.start":
                 begun = True
                 if message["status"] >= 400 and TAKEN not in scope:  # the scheduler logs what it has taken
-                    requestlog.refused(scope["method"], scope["path"], scope.get(KEY, ""), message["status"])
+                    key, model = scope.get(KEY, ""), self._settings.alias
+                    requestlog.refused(scope["method"], scope["path"], key, message["status"], model)
                 out = MutableHeaders(scope=message)
                 out["X-Content-Type-Options"] = "nosniff"
                 if allowed and origin is not None:

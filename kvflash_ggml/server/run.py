@@ -23,6 +23,7 @@ from uvicorn.server import ServerState
 
 from .. import system
 from ..batching.encoder import EmbeddingModel
+from ..batching.messages import Request, Usage
 from ..batching.model import ServedText
 from ..batching.scheduler import Limits, Scheduler
 from ..errors import ConfigError
@@ -108,9 +109,9 @@ def serve(
     system.allow_files()
     metrics = Metrics()
 
-    def ended(*args: object) -> None:
-        metrics.ended(*args)  # type: ignore[arg-type]
-        requestlog.ended(*args)  # type: ignore[arg-type]
+    def ended(request: Request, usage: Usage, reason: str) -> None:
+        metrics.ended(request, usage, reason)
+        requestlog.ended(request, usage, reason, settings.alias)
 
     limits = Limits(
         most=settings.max_queue,

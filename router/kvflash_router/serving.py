@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import pickle
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from urllib.parse import quote
 
 import click
 
-from kvflash_ggml import system
+from kvflash_ggml import logs, system
 from kvflash_ggml.cli.model import log_requests, log_to_stderr, plain_errors
 from kvflash_ggml.cli.serving import ENCODERS_CONTEXT, Serving, placed, serve_model
 from kvflash_ggml.cli.terminal import note
@@ -205,12 +206,16 @@ def main() -> None:
 
     job, path, what = pickle.load(sys.stdin.buffer)
     log_to_stderr(job.log)
+    for handler in logging.getLogger(logs.NAME).handlers:
+        handler.addFilter(_named(job.settings.alias))
     try:
         with plain_errors(verbose=job.log.verbose):
             if "room" in what:
                 report(**needs_of(job, path, what["room"]))
                 return
             job = within(job, path, what["left"])
+            if not job.log.quiet:
+                note(f"loading {job.settings.alias}")
             with listen(job.settings) as sock:
                 port = sock.getsockname()[1]
                 serve_model(
@@ -223,6 +228,16 @@ def main() -> None:
     except click.ClickException as err:
         report(error=err.format_message())
         sys.exit(1)
+
+
+def _named(model: str) -> Callable[[logging.LogRecord], bool]:
+    """Return a filter that takes all of the log, and puts the model's name before it: several processes write there."""
+
+    def named(record: logging.LogRecord) -> bool:
+        record.msg, record.args = f"{model}: {record.getMessage()}", ()
+        return True
+
+    return named
 
 
 def needs_of(job: Serving, path: str, room: Mapping[str, int]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 from support.compat_models import write_embedding
@@ -240,3 +242,36 @@ def test_an_idle_model_is_unloaded(folder: Path) -> None:
             time.sleep(0.05)
         assert statuses(served) == {"one": "unloaded", "other": "unloaded"}
         assert answer(served, asked("one", 0, 310))[1] >= tokens - 1
+
+
+def test_a_response_is_found_whichever_model_was_used_last(shared: tuple[Served, Path]) -> None:
+    served, _ = shared
+    begun = {"model": "one", "input": "hello " * 70, "max_output_tokens": 4}
+    status, first = served.post("/v1/responses", begun)
+    assert status == 200, first
+    answer(served, asked("other", 0, 100))
+    assert served.get(f"/v1/responses/{first['id']}")[1]["output"] == first["output"]
+    status, more = served.post("/v1/responses", {**begun, "model": "", "previous_response_id": first["id"]})
+    assert (status, more["model"], more["usage"]["input_tokens_details"]["cached_tokens"] > 64) == (200, "one", True)
+    answer(served, asked("other", 0, 100))
+    place = f"http://127.0.0.1:{served.port}/v1/responses/{first['id']}"
+    with urlopen(Request(place, method="DELETE")) as reply:
+        assert json.load(reply)["deleted"] is True
+    assert served.get(f"/v1/responses/{first['id']}")[0] == 404
+
+
+def test_lines_of_the_log_name_their_model(folder: Path, tmp_path: Path) -> None:
+    """Several processes write there."""
+    log = tmp_path / "log"
+    options = [one for one in OPTIONS if one != "-q"]
+    with serve(None, "--models-dir", str(folder), "--log-file", str(log), *options) as served:
+        for name in ("one", "other"):
+            answer(served, asked(name, 0, 100, foo=1))
+            served.post("/v1/completions", {"model": name})
+        served.post("/v1/completions", {"model": "none"})
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    told = [[line for line in lines if line.get("model") == name] for name in ("one", "other", None)]
+    for answered, ignored, refused in told[:2]:
+        assert (answered["finish"], ignored["ignored"], refused["status"]) == ("length", ["foo"], 400)
+    assert [line["status"] for line in told[2]] == [404]
+    assert sum(map(len, told)) == len(lines)

@@ -129,8 +129,8 @@ def test_the_log_names_them_once(caplog: pytest.LogCaptureFixture) -> None:
         ask(CHAT, top_a=2)
     said = [(r.levelname, json.loads(r.getMessage())) for r in caplog.records if "ignored" in r.getMessage()]
     assert said == [
-        ("INFO", {"path": CHAT, "ignored": ["somebody", "nobody"], "count": 2}),
-        ("WARNING", {"path": CHAT, "ignored": ["top_a=2"], "count": 1}),
+        ("INFO", {"path": CHAT, "model": "fake", "ignored": ["somebody", "nobody"], "count": 2}),
+        ("WARNING", {"path": CHAT, "model": "fake", "ignored": ["top_a=2"], "count": 1}),
     ]
 
 

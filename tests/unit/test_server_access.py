@@ -391,7 +391,7 @@ def test_a_refused_request_leaves_one_line(
     reply = server.run(lambda client: client.call(method, path, data, **given).done())
     assert reply.status == status
     (line,) = lines(caplog)
-    assert (line["method"], line["path"], line["status"]) == (method, path, status)
+    assert (line["method"], line["path"], line["model"], line["status"]) == (method, path, "fake", status)
     assert line["key"] == (hashlib.sha256(b"one").hexdigest()[:8] if status not in (401, 403) else "")
 
 
