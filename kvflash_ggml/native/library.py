@@ -22,10 +22,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvflash_ggml import env, pip_line
+from kvflash_ggml import env
 from kvflash_ggml.errors import LibraryError
 from kvflash_ggml.logs import warn_once
-from kvflash_ggml.native import trial, vulkan
+from kvflash_ggml.native import trial
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -98,7 +98,7 @@ def _load() -> None:
     try:
         trial.load_backends(ctypes.CDLL(str(libllama)), files)
     except OSError as error:
-        raise LibraryError(f"{error}. Build it again: {pip_line.reinstall()}") from error
+        raise LibraryError(f"{error}. Build it again: {_reinstall()}") from error
     extension = _import(_EXTENSION, libllama)
     _refuse_mismatch(llama_cpp, extension.lib, libllama)
 
@@ -135,7 +135,7 @@ def library_folder() -> Path:
             + (
                 "Point KVFLASH_LIB_PATH at the folder of a kvflash_ggml build, or unset it."
                 if override
-                else f"Build it again: {pip_line.reinstall()}"
+                else f"Build it again: {_reinstall()}"
             )
         )
     return folder
@@ -160,6 +160,8 @@ def build_info() -> dict[str, Any]:
     """
     path = _package_root() / "_build_info.json"
     if not path.is_file():
+        from kvflash_ggml import pip_line
+
         raise LibraryError(f"kvflash_ggml is not built: {path} is missing. Build it: {pip_line.install()}")
     info: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if _load.cache_info().currsize:
@@ -199,7 +201,11 @@ def machine_has_gpu() -> bool:
     dev = Path("/dev")
     if (dev / "dxg").exists() or any(dev.glob("nvidia[0-9]*")):
         return True
-    return "vulkan" in build_info()["backends"] and bool(vulkan.render_nodes())
+    if "vulkan" not in build_info()["backends"]:
+        return False
+    from kvflash_ggml.native import vulkan  # here, as below: few builds have it
+
+    return bool(vulkan.render_nodes())
 
 
 def ensure_gpu_offload(n_gpu_layers: int, *, installed: bool = False) -> None:
@@ -218,6 +224,8 @@ def ensure_gpu_offload(n_gpu_layers: int, *, installed: bool = False) -> None:
     backends = build_info()["backends"]
     gpu = [b for b in backends if b not in HOST_BACKENDS]
     if "vulkan" in gpu:
+        from kvflash_ggml.native import vulkan
+
         why, cure = f"it has {', '.join(gpu)} but found no device", f"Why: {vulkan.why_none()}"
     elif gpu:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
@@ -225,12 +233,19 @@ def ensure_gpu_offload(n_gpu_layers: int, *, installed: bool = False) -> None:
         cure = "Check the driver with nvidia-smi"
     else:
         why = f"it was built without a GPU backend (it has: {', '.join(backends)})"
-        cure = f"Rebuild it with {pip_line.reinstall(CUDA_FLAGS)}"
+        cure = f"Rebuild it with {_reinstall(CUDA_FLAGS)}"
     text = f"n_gpu_layers={n_gpu_layers}, but {library_folder()} cannot use the GPU of this machine: {why}."
     if installed or env.allow_cpu():
         warn_once(f"{text} The CPU computes every layer. {cure}.")
         return
     raise LibraryError(f"{text} {cure}, or run on the CPU on purpose: n_gpu_layers=0 or KVFLASH_ALLOW_CPU=1.")
+
+
+def _reinstall(variables: str = "") -> str:
+    """Return the command that builds this package again. See `pip_line.reinstall`."""
+    from kvflash_ggml import pip_line  # here: an error needs it, and every program would pay for it
+
+    return pip_line.reinstall(variables)
 
 
 def _package_root() -> Path:
@@ -298,13 +313,15 @@ def _explain(path: Path, error: OSError) -> str:
     if name.startswith("libcuda.so"):
         return f"{text} {name} comes with the NVIDIA driver, and there is none here: install it, or use a CPU build."
     if name.startswith("libvulkan.so"):
+        from kvflash_ggml.native import vulkan
+
         return f"{text} {vulkan.LOADER}."
     if name.startswith(("libcudart", "libcublas")):
         return (
             f"{text} {name} belongs to the CUDA toolkit (the driver alone is not enough): install "
             "it or NVIDIA's runtime and cuBLAS wheels, or add its folder to LD_LIBRARY_PATH."
         )
-    return f"{text} Build it again for this machine: {pip_line.reinstall()}"
+    return f"{text} Build it again for this machine: {_reinstall()}"
 
 
 def _point_llama_cpp_at(folder: Path) -> None:
@@ -339,9 +356,7 @@ def _import(name: str, libllama: Path) -> ModuleType:
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         if isinstance(error, LibraryError):
             raise
-        raise LibraryError(
-            f"{name} cannot be used with {libllama}: {error}. Build it again: {pip_line.reinstall()}"
-        ) from error
+        raise LibraryError(f"{name} cannot be used with {libllama}: {error}. Build it again: {_reinstall()}") from error
 
 
 def _refuse_mismatch(llama_cpp: ModuleType, lib: Any, libllama: Path) -> None:
@@ -351,12 +366,12 @@ def _refuse_mismatch(llama_cpp: ModuleType, lib: Any, libllama: Path) -> None:
         if has != needs:
             raise LibraryError(
                 f"{path} has native interface {has}, this package needs {needs}. "
-                f"Unset KVFLASH_LIB_PATH, or build again: {pip_line.reinstall()}"
+                f"Unset KVFLASH_LIB_PATH, or build again: {_reinstall()}"
             )
     for which, name in enumerate(_STRUCTS):
         ours, theirs = int(lib.kvf_sizeof(which)), ctypes.sizeof(getattr(llama_cpp, name))
         if ours != theirs:
             raise LibraryError(
                 f"{name} has {ours} bytes in {libllama} but {theirs} in llama_cpp "
-                f"{llama_cpp.__version__}: they are not of one release. Build again: {pip_line.reinstall()}"
+                f"{llama_cpp.__version__}: they are not of one release. Build again: {_reinstall()}"
             )
