@@ -1,4 +1,4 @@
-"""A thread that does one thing after the other, and Ctrl-C held back while threads end."""
+"""A thread that does one thing after the other, a result that is there, and Ctrl-C held back while threads end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from threading import current_thread, get_ident, main_thread
 from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Worker:
@@ -39,6 +42,13 @@ class Worker:
         """Do all submitted work, and end. Waits for it, except on this thread."""
         with held_back():
             self._executor.shutdown(wait=not self.is_here)
+
+
+def done(value: T) -> Future[T]:
+    """Return a future that has this result."""
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
 
 
 @contextmanager

@@ -10,7 +10,8 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from kvflash_ggml.calibration.choice import MAX_HEADS, Calibration, HeadScore, save
+from kvflash_ggml.calibration.choice import MAX_HEADS
+from kvflash_ggml.calibration.known import Calibration, HeadScore, save
 from kvflash_ggml.snapshot.fingerprint import ModelFile
 
 from . import vocabulary

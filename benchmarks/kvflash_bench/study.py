@@ -15,14 +15,14 @@ import click
 import numpy as np
 
 from kvflash_ggml.arrays import Floats
-from kvflash_ggml.calibration.choice import of_llama
+from kvflash_ggml.calibration.known import of_llama
 from kvflash_ggml.calibration.run import calibrate
 from kvflash_ggml.llama.llama import Llama
 from kvflash_ggml.policy.base import REGISTRY, Keys, KeyShape, Pairs, Scorer, ScoreRequest
 from kvflash_ggml.policy.heads import every_head, newest
 from kvflash_ggml.policy.qk import QKScorer
 from kvflash_ggml.runtime.model import weights_of
-from kvflash_ggml.state.session import Row
+from kvflash_ggml.state.statistics import Row
 
 from . import (
     policies,  # noqa: F401 (registers)

@@ -16,7 +16,7 @@ from ..logs import Progress
 from ..policy.base import Pairs, Scorer, Selective
 from ..sequence.keys import key_shapes
 from ..sequence.sequence import Sequence
-from .choice import Calibration, heads_file, load, of_llama, save
+from .known import Calibration, heads_file, load, of_llama, save
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
@@ -219,11 +219,11 @@ class HeadFinder:
 
 def open_finder(llm: Llama, model: LlamaModel, session: Sequence, scorer: Scorer | None) -> HeadFinder | None:
     """Return a finder where the policy can restrict itself to some heads, else None. llm, model: as of `HeadFinder`."""
-    given = session.config.calibrate
-    if given is False or session.scoring is None or not isinstance(scorer, Selective):
+    if not isinstance(scorer, Selective):
         return None
+    given = session.config.calibrate
     try:
-        return HeadFinder(llm, model, session, given=None if given is True else given)
+        return HeadFinder(llm, model, session, given=None if isinstance(given, bool) else given)
     except (OSError, SnapshotError) as err:
         logger.warning("all heads count for the policy: the model's file cannot be read again: %s", err)
         return None

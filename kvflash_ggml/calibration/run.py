@@ -15,7 +15,8 @@ from ..logs import Progress
 from ..native import vocabulary
 from ..placement import memory
 from ..sequence.sidecar import Sidecar
-from .choice import Calibration, ModelId, choose, rope
+from .choice import choose
+from .known import Calibration, ModelId, rope
 from .measure import QUESTION_ROWS, TOKENS, measure
 
 if TYPE_CHECKING:

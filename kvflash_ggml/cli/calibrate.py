@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from .. import env
-from ..calibration import choice
-from ..calibration.choice import Calibration, heads_file
+from ..calibration import known
+from ..calibration.known import Calibration, heads_file
 from ..errors import ConfigError
 from ..files import check_writable
 from .model import load_model, log_to_stderr, plain_errors
@@ -65,7 +65,7 @@ def calibrate(
         _check_place(save)
         found = _find(model, loading, devices, log)
         path = save or heads_file(found.model)
-        choice.save(found, path)
+        known.save(found, path)
     say(table(found), asdict(found), as_json=as_json)
     if not (as_json or log.quiet):
         note(f"written to {path}")
@@ -102,7 +102,7 @@ def _check_place(save: Path | None) -> None:
 
 
 def _find(model: str, loading: WeightOptions, devices: DeviceOptions, log: LogOptions) -> Calibration:
-    from ..calibration.choice import of_llama
+    from ..calibration.known import of_llama
     from ..calibration.run import calibrate as find
     from ..runtime.model import weights_of
 

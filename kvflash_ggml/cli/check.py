@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from .. import notation, system
-from ..calibration.choice import heads_file, of_llama
+from ..calibration.known import heads_file, of_llama
 from ..config import KVFlashConfig
 from ..constants import POOL_STEP, round_up
 from ..errors import KVFlashError

@@ -18,7 +18,7 @@ from ..convert import quantize as smaller
 from ..convert import upstream, writer
 from ..convert.describe import Description, describe
 from ..errors import ConversionError, brief
-from ..gguf import types
+from ..gguf import encoding
 from ..gguf import verify as checks
 from ..native import library
 from ..settings import setting
@@ -235,7 +235,7 @@ def quantize(
 
     A drafter can lose more than its target by this, so give a --target and look.
     """
-    encode = smaller.encode_natively if smaller.needs_library(kind) else types.encode
+    encode = smaller.encode_natively if smaller.needs_library(kind) else encoding.encode
     with working(f"writing {out}", quiet=quiet) as progress:
         writer.check_output(out, target)
         if target is not None:

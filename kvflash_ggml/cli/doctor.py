@@ -15,7 +15,7 @@ from typing import Any, Literal
 import click
 
 from .. import env, pip_line
-from ..calibration.choice import heads_file, read
+from ..calibration.known import heads_file, read
 from ..errors import ConfigError, KVFlashError, LibraryError, mebibytes
 from ..native import library, trial, vulkan
 from ..snapshot.fingerprint import ModelFile

@@ -18,8 +18,8 @@ from ..constants import KV_TYPES, MAX_CONTEXT, MAX_THREADS
 from ..errors import ConfigError
 from ..native import library
 from ..notation import word
-from ..placement.devices import EXPERTS, parse_overrides
 from ..placement.sizes import HOST
+from ..placement.wanted import EXPERTS, parse_overrides
 from ..sampling import Samplers
 from ..settings import in_section, setting, settings
 from .child import check_first_run

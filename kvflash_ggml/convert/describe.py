@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..calibration import choice
+from ..calibration import known
 from ..errors import ConfigError
 from ..gguf import heads, reader
 from ..gguf.reader import GGUF, Tensor, all_tensors
@@ -129,7 +129,7 @@ def _token_bytes(file: GGUF, pooled: list[int]) -> int | None:
 
 def _heads(path: Path) -> list[tuple[int, int]] | None:
     try:
-        return choice.read(choice.heads_file(ModelFile(path).identity())).chosen
+        return known.read(known.heads_file(ModelFile(path).identity())).chosen
     except (ConfigError, OSError):
         return None
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import ConversionError
 from ..files import replacing
-from ..gguf import drafter, reader, target, types
+from ..gguf import drafter, encoding, reader, target, types
 from ..gguf.drafter import ARCHITECTURE, BLOCK_SIZE, MASK, TARGET_LAYERS, DrafterFile
 from ..gguf.reader import Field
 from ..gguf.target import TargetFile
@@ -137,17 +137,17 @@ def fitting(kind: str, *, width: int) -> TensorType:
 def _encoded(source: TensorSource, kind: TensorType) -> Iterator[Bytes]:
     for piece in source.pieces():
         if source.kind == kind:
-            if not types.all_finite(piece, kind):
+            if not encoding.all_finite(piece, kind):
                 raise _not_finite(source)
             yield piece
             continue
-        values = types.decode(piece, source.kind)
+        values = encoding.decode(piece, source.kind)
         largest = float(np.abs(values).max())
         if not np.isfinite(largest):
             raise _not_finite(source)
-        if kind.name == "f16" and largest > types.F16_MAX:
-            raise _refusal(source, "a value", f"{largest:g}", f"{types.F16_MAX:g} at most", "Add --type bf16.")
-        yield types.encode(values, kind)
+        if kind.name == "f16" and largest > encoding.F16_MAX:
+            raise _refusal(source, "a value", f"{largest:g}", f"{encoding.F16_MAX:g} at most", "Add --type bf16.")
+        yield encoding.encode(values, kind)
 
 
 def _not_finite(source: TensorSource) -> ConversionError:

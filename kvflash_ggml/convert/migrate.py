@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ConversionError
 from ..files import replacing
-from ..gguf import reader, target, types, verify
+from ..gguf import encoding, reader, target, types, verify
 from ..gguf.drafter import ARCHITECTURE, BLOCK_SIZE, MASK, TARGET_LAYERS
 from ..gguf.purpose import OLD_DFLASH
 from ..gguf.reader import GGUF, Field, Tensor
@@ -110,7 +110,9 @@ def _planned(file: GGUF, tensor: Tensor) -> Planned:
     vector = len(tensor.shape) == 1 and tensor.kind.name in types.FLOATS
     kind = types.BY_NAME["f32"] if vector else tensor.kind
     name = _TENSORS.get(tensor.name, tensor.name)
-    return Planned(name=name, kind=kind, shape=tensor.shape, pieces=partial(recoded, file, tensor, kind, types.encode))
+    return Planned(
+        name=name, kind=kind, shape=tensor.shape, pieces=partial(recoded, file, tensor, kind, encoding.encode)
+    )
 
 
 def _refusal(file: GGUF, what: str, found: object, wanted: str, remedy: str) -> ConversionError:

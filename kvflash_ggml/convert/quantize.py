@@ -13,10 +13,11 @@ import numpy as np
 from ..arrays import Floats
 from ..errors import ConversionError, LibraryError
 from ..files import replacing
-from ..gguf import heads, reader, types, verify
+from ..gguf import encoding, heads, reader, types, verify
 from ..gguf.drafter import ARCHITECTURE
+from ..gguf.encoding import Encoder
 from ..gguf.reader import GGUF, Field, Tensor
-from ..gguf.types import Bytes, Encoder, TensorType
+from ..gguf.types import Bytes, TensorType
 from ..logs import Progress
 from ..native import library
 from . import writer
@@ -26,12 +27,12 @@ from .writer import Planned
 
 def encode_natively(rows: Floats, kind: TensorType) -> Bytes:
     """Encode finite rows, [n, width], as rows of bytes. LibraryError if ggml must do it and is not there."""
-    if kind.name in types.WITHOUT_LIBRARY:
-        return types.encode(rows, kind)
+    if kind.name in encoding.WITHOUT_LIBRARY:
+        return encoding.encode(rows, kind)
     try:
         library.load()
     except LibraryError as error:
-        ours = ", ".join(sorted(types.WITHOUT_LIBRARY))
+        ours = ", ".join(sorted(encoding.WITHOUT_LIBRARY))
         raise LibraryError(f"{kind.name} is made by ggml itself; without it there are {ours}. {error}") from error
     quantize = ctypes.CDLL(None).ggml_quantize_chunk
     floats, number = ctypes.POINTER(ctypes.c_float), ctypes.c_int64
@@ -63,7 +64,7 @@ _SMALL = "q8_0"
 
 def needs_library(kind: str) -> bool:
     """Report whether only ggml itself makes this type."""
-    return any(name not in types.WITHOUT_LIBRARY for name in _MIXTURES.get(kind, (kind,)))
+    return any(name not in encoding.WITHOUT_LIBRARY for name in _MIXTURES.get(kind, (kind,)))
 
 
 def quantize(
@@ -71,7 +72,7 @@ def quantize(
     out: Path,
     *,
     kind: str,
-    encode: Encoder = types.encode,
+    encode: Encoder = encoding.encode,
     progress: Progress = lambda done, total: None,
 ) -> None:
     """Write the drafter in `source`, of F32, F16 or BF16 tensors, to `out` in the type `kind` of TYPES.
@@ -107,9 +108,9 @@ def recoded(file: GGUF, tensor: Tensor, kind: TensorType, encode: Encoder) -> It
         if kind == tensor.kind:
             yield piece
             continue
-        values = types.decode(piece, tensor.kind)
+        values = encoding.decode(piece, tensor.kind)
         largest = float(np.abs(values).max())
-        most = types.F16_MAX if kind.name not in ("f32", "bf16") else float(np.finfo(np.float32).max)
+        most = encoding.F16_MAX if kind.name not in ("f32", "bf16") else float(np.finfo(np.float32).max)
         if not largest <= most:
             raise ConversionError(
                 file.name, f"a value of {tensor.name}", found=f"{largest:g}", wanted=f"numbers up to {most:g}",

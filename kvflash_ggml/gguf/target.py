@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConversionError
-from . import types
+from . import encoding
 from .reader import GGUF, Field, Tensor, file_pieces, parts
 
 LAYER_INPUTS = frozenset({
@@ -165,7 +165,7 @@ def _signature(file: GGUF, tensor: Tensor) -> str | None:
     hidden, count = tensor.shape
     places = [tensor.offset + tensor.row * (row * (count - 1) // (ROWS - 1)) for row in range(ROWS)]
     raw = np.concatenate([piece for at in places for piece in file_pieces(file.path, at, tensor.row, row=tensor.row)])
-    rows = types.dequantise(raw, tensor.kind)
+    rows = encoding.dequantise(raw, tensor.kind)
     if rows is None:
         return None
     bits = (rows.reshape(ROWS, 1, hidden) * _pattern(hidden)).sum(-1) > 0

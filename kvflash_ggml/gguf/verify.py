@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import ConversionError
 from ..logs import Progress
-from . import drafter, heads, purpose, reader, target, types
+from . import drafter, encoding, heads, purpose, reader, target
 from .drafter import ARCHITECTURE, MASK, DrafterFile
 from .reader import GGUF
 from .target import TargetFile
@@ -134,7 +134,7 @@ def check_values(file: GGUF, progress: Progress) -> None:
                 remedy=_AGAIN,
             )
         for piece in file.pieces(tensor):
-            if not types.all_finite(piece, tensor.kind):
+            if not encoding.all_finite(piece, tensor.kind):
                 raise ConversionError(
                     file.name, f"a value of {tensor.name}", found="NaN or infinite", wanted="finite numbers",
                     remedy="The training failed, or the file is damaged: fetch it again.",

@@ -21,12 +21,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import RLock
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import HostMemoryError, SnapshotError
 from . import slabs
 from .image import NOWHERE, READERS, AllLeased, Lease, Leases, PageImage, Read
-from .slabs import HostMemory, Slabs, SpillFile
+from .slabs import HostMemory, Slabs
+
+if TYPE_CHECKING:
+    from .spill import SpillFile
 
 T = TypeVar("T")
 
@@ -51,7 +54,11 @@ class PageHeap:
         self._memory = memory
         self.max_images = None if limit is None else limit // page_bytes
         """Images that fit in memory at the same time; None without a ceiling."""
-        self._spill = None if spill is None else SpillFile(spill, page_bytes)
+        self._spill: SpillFile | None = None
+        if spill is not None:
+            from .spill import SpillFile  # here: most page images stay in memory
+
+            self._spill = SpillFile(spill, page_bytes)
         self._slabs = Slabs(memory, page_bytes, self.max_images)
         self._pages: OrderedDict[PageImage, None] = OrderedDict()  # in memory, the longest-waiting first
         self._orphans: list[PageImage] = []  # pages without a holder, discarded when their leases end

@@ -16,7 +16,7 @@ import llama_cpp
 from ..errors import ConfigError
 from ..native import vocabulary
 from ..notation import stop_texts
-from . import asked
+from . import messages
 from .preview import refuse
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Chatting:
             refuse("tools")
         if not tools or source is None or llm.chat_handler is not None:
             return None
-        asked.check_messages(given["messages"])
+        messages.check(given["messages"])
         template = _template(
             source, *(vocabulary.name(self._vocab, token) for token in (llm.token_bos(), llm.token_eos()))
         )

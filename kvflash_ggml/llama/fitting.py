@@ -18,11 +18,12 @@ from ..errors import ConfigError, DeviceLimit, DoesNotFit, KVFlashError, NotMade
 from ..native import devices, library, measure
 from ..native import remote as servers
 from ..placement import memory
-from ..placement.devices import LAYER, NONE, holders, slices
+from ..placement.devices import holders, slices
 from ..placement.predict import ALL_LAYERS, imagine, predict
 from ..placement.sizes import Device, ModelSizes, Placement, PlacementRequest
 from ..placement.sizing import PoolSize
 from ..placement.table import summary
+from ..placement.wanted import LAYER, NONE
 from ..policy.base import Exact
 from ..remote import Endpoint
 from . import embedding, parameters, vision

@@ -28,12 +28,10 @@ from ..errors import ConfigError, ConversionError, brief
 from ..native import vocabulary
 from ..notation import stop_texts
 from ..runtime.model import Closed, Model
-from ..runtime.samplers import chain, stock_chain
 from ..runtime.saving import Saver
 from ..runtime.task import Task, TaskRequest
 from ..runtime.text import Text
-from ..state.session import SessionState
-from . import asked, parameters, stock
+from . import asked, parameters
 from .call_lock import CallLock, changing, locked, writing
 from .context import Batch, check_adapter
 from .opening import Opening
@@ -46,6 +44,7 @@ if TYPE_CHECKING:
     from ..chat.values import Grammar
     from ..placement.sizes import Placement
     from ..sampling import Samplers
+    from ..state.session import SessionState
     from .keywords import Keywords
     from .pooled import PooledTexts
     from .preview import Previews
@@ -295,6 +294,10 @@ class Llama(llama_cpp.Llama):
         grammar, samplers, processor = settings.pop("grammar", None), self.kvflash_samplers, "logits_processor"
         counting = settings if samplers is None else {processor: settings.get(processor)}
         asked.check({**counting, "seed": self._seed})
+        if samplers is None and grammar is None:
+            return super()._init_sampler(**settings)
+        from ..runtime.samplers import chain, stock_chain  # here: most answers have upstream's chain alone
+
         if samplers is None:
             return stock_chain(super()._init_sampler, self._at_hand.model, grammar, settings)
         prompt = self._input_ids if text is None else text
@@ -399,12 +402,16 @@ class Llama(llama_cpp.Llama):
     @locked
     def save_state(self) -> llama_cpp.LlamaState:
         """Return the text and its memory. Logits of all tokens are carried only with `logits_all`."""
-        return stock.save_state(self._saver)
+        from . import states  # here, as below: most texts are never saved
+
+        return states.save(self._saver)
 
     @changing
     def load_state(self, state: llama_cpp.LlamaState) -> None:
         """Return to a saved state of the same model and settings. SnapshotError, and no change, if it does not fit."""
-        stock.load_state(self._saver, state)
+        from . import states
+
+        states.load(self._saver, state)
 
     # --- texts that are swapped out within this process
 
@@ -490,12 +497,13 @@ class Llama(llama_cpp.Llama):
         `response_format` has one more type than upstream's, OpenAI's "json_schema". ConfigError for messages that the
         template refuses, a `tool_choice` that names no tool, and a schema or grammar that cannot be used.
         """
-        from .chatting import Chatting, formatted
+        from .chatting import Chatting, formatted  # here, as below: few calls are chats
+        from .messages import templating
 
         given = formatted(args, settings)
         if "stop" in given:
             given["stop"] = stop_texts(given["stop"])
-        with asked.templating(given.get("messages")):
+        with templating(given.get("messages")):
             if self._at_hand.sequence is not None and self.chat_handler is not None:
                 from . import vision
 

@@ -17,8 +17,9 @@ from ..config import KVFlashConfig
 from ..constants import POOL_STEP, SPEED_CAP, round_up
 from ..errors import ConfigError
 from ..native import library
-from ..placement import devices, memory, sizing
+from ..placement import memory, sizing
 from ..placement.sizing import PoolSize, with_steps
+from ..placement.wanted import DeviceChoice
 from ..policy.base import DRAFTER, Scorer
 from ..runtime.saving import Saver
 from .drafting import DraftRoom, device_bytes, loads_head, room, search
@@ -111,7 +112,10 @@ class Opening:
     def place(self) -> None:
         """Decide which devices hold what. The servers are connected."""
         request = self.request
-        self._arrays = devices.place(self.path, request.placement, request.upstream, self.endpoints)
+        if request.placement != DeviceChoice() or self.endpoints:
+            from ..placement import devices  # here: most leave it to llama.cpp
+
+            self._arrays = devices.place(self.path, request.placement, request.upstream, self.endpoints)
 
     # --- in the midst of upstream's constructor
 

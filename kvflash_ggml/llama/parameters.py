@@ -20,8 +20,8 @@ from ..constants import KV_TYPES, MAX_CONTEXT, MAX_THREADS
 from ..errors import ConfigError
 from ..gguf import purpose, types
 from ..logs import Progress, warn_once
-from ..placement import devices
-from ..placement.devices import DeviceChoice
+from ..placement import wanted
+from ..placement.wanted import DeviceChoice
 from .keywords import DeviceKeywords, MediaKeywords, PoolKeywords, RemoteKeywords, WeightKeywords
 
 logger = logging.getLogger("kvflash_ggml")
@@ -118,9 +118,9 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> ModelRequest:
         upstream.setdefault("n_ctx", 0)
         upstream.setdefault("swa_full", False)
     if config is not None and isinstance(config.calibrate, Path):
-        from ..calibration import choice  # here: it imports how heads are chosen
+        from ..calibration import known  # here: it imports how heads are kept
 
-        choice.read(config.calibrate)  # before a model is loaded, which takes minutes
+        known.read(config.calibrate)  # before a model is loaded, which takes minutes
     if config is not None and config.deterministic and store is not None:
         raise ConfigError("kvflash_deterministic reads each prompt from its beginning: leave out kvflash_cache")
     if isinstance(store, (str, Path)):
@@ -129,7 +129,7 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> ModelRequest:
         raise ConfigError(f"kvflash_cache={store!r}: a PrefixCache, or the folder of one")
     if progress is not None and not callable(progress):
         raise ConfigError(f"kvflash_progress={progress!r}: what is called as (done, total)")
-    placement = devices.read(upstream, config)
+    placement = wanted.read(upstream, config)
     return ModelRequest(
         config=config, cache=store, progress=progress, placement=placement, rpc=rpc, rpc_trust=trust, weights=weights,
         fit=fit, upstream=upstream, n_batch=_make_steps_whole(config, upstream),

@@ -11,7 +11,6 @@ import llama_cpp
 
 from .. import policy
 from ..arrays import address
-from ..calibration.finder import open_finder
 from ..config import KVFlashConfig
 from ..native import engine as native
 from ..placement import sizing
@@ -24,12 +23,12 @@ from ..sequence.sequence import Sequence as Pooled
 from ..snapshot import fingerprint
 from .context import PagedContext, take_closing
 from .reading import open_sequence
-from .stats import PoolStats
 
 if TYPE_CHECKING:
     from ..speculation.find import Found
     from ..speculation.loop import Speculator
     from .speculating import Drafting
+    from .stats import PoolStats
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -73,17 +72,20 @@ class PooledTexts:
         self._open_text(saver, sequence)
         self.context = PagedContext(model.context, sequence)
         self.open_speculator(text, llm.draft_model)
-        model.finder = open_finder(llm, model.weights, sequence, scorer)
+        if config.calibrate is not False and sequence.scoring is not None:
+            from ..calibration.finder import open_finder
+
+            model.finder = open_finder(llm, model.weights, sequence, scorer)
         if model.finder is not None:
             stack.callback(model.finder.close)
-        banner = self.stats_of(text).banner()
-        if llm.verbose:
-            logger.warning(banner)
-        else:
-            logger.info(banner)
+        level = logging.WARNING if llm.verbose else logging.INFO
+        if logger.isEnabledFor(level):
+            logger.log(level, self.stats_of(text).banner())
 
     def stats_of(self, text: Text) -> PoolStats:
         """Return the live state of the pool as a text on it sees it."""
+        from .stats import PoolStats  # here: most programs ask for none
+
         return PoolStats(text.pooled, self._size, text.model.finder, text.speculator, swa_full=self._swa_full)
 
     def open_speculator(self, text: Text, draft_model: Any, first: Speculator | None = None) -> None:

@@ -13,7 +13,7 @@ from ..config import KVFlashConfig
 from ..constants import POOL_STEP, round_up
 from ..errors import ConfigError, DeviceLimit, HostMemoryError, UnsupportedError
 from ..logs import warn_once
-from ..placement.needs import buffer_row
+from ..placement.buffers import buffer_row
 from ..placement.sizes import HOST
 from ..runtime.model import Model
 from ..sequence.reading import Reading

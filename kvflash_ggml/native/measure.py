@@ -6,30 +6,12 @@ import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import EngineError, NotMade
 from ._kvf import ffi, lib
 from .sizes import LayerSizes, Measure, Needs
 from .status import check, reason, value
-
-DENSE, EXPERTS, EMBEDDING, OUTPUT = range(4)
-"""Kinds of weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
-    """One weight. size: what it takes of its buffer. layer: -1 for none. kind: DENSE, EXPERTS, EMBEDDING or OUTPUT.
-
-    device: its index among the model's devices, the host's is the last.
-    """
-
-    name: str
-    size: int
-    layer: int
-    kind: int
-    device: int
 
 
 @contextmanager
@@ -49,13 +31,6 @@ def sketch(path: str | os.PathLike[str], params: ctypes.Structure) -> Iterator[i
         yield int(ffi.cast("uintptr_t", model))
     finally:
         lib.kvf_sketch_free(model)
-
-
-def weights(model: int) -> tuple[Weight, ...]:
-    """Return the weights of the llama_model at this address, with or without its data."""
-    raw: Any = ffi.new("kvf_weight[]", lib.kvf_model_n_weights(_address(model)))
-    check(lib.kvf_model_weights(_address(model), raw, len(raw)))
-    return tuple(Weight(name=_text(x.name), size=x.size, layer=x.layer, kind=x.kind, device=x.device) for x in raw)
 
 
 def measure(model: int, params: ctypes.Structure, *, cells: int, query_rows: int = 0) -> Measure:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..constants import CHUNK, POOL_STEP, round_up
 from ..native.sizes import LayerSizes, Needs
 from . import memory
+from .buffers import STAGED_PAGES, buffer_row
 from .sizes import Device, ModelSizes, PlacementRequest
-
-MASK = 2
-"""Bytes of one mask value: of a token of the text, and a row of a step."""
 
 F32 = 4
 """Bytes of a 32-bit float."""
@@ -21,9 +19,6 @@ MASSES_AT_ONCE = 2**20
 
 MASSES_LIVE = 3
 """Arrays of that size that are alive at the same time."""
-
-STAGED_PAGES = 8
-"""Pages that the staging area of a device holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +73,6 @@ def _part(layer: LayerSizes, request: PlacementRequest, shape: Shape, full: int)
         heads=layer.heads,
         group=(layer.query // layer.heads_kv, layer.heads // layer.heads_kv) if layer.heads_kv else (0, 0),
     )
-
-
-def buffer_row(shapes: Collection[tuple[int, int]], n_ubatch: int, *, overlaps: bool) -> int:
-    """Return the bytes of one token in the layer buffers of a device. shapes: of K and V rows of its layers.
-
-    The buffers hold a layer of each shape, or two where the next one is copied meanwhile, and a column of the mask.
-    """
-    return (2 if overlaps else 1) * sum(map(sum, shapes)) + MASK * n_ubatch
 
 
 class Bill:

@@ -16,6 +16,7 @@ from ..config import Fit
 from ..constants import KV_TYPES, POOL_STEP, round_up
 from ..errors import ConfigError
 from ..native import measure as native
+from ..native import weights
 from ..native.devices import ModelArrays, finds
 from ..native.sizes import Measure
 from . import memory
@@ -90,7 +91,7 @@ def imagine(
     plain = copied(model_params, use_extra_bufts=False)  # weights that are packed for this CPU take more
     with _sketch(path, plain, 0, None, ModelArrays((), ())) as model:
         sizes = sizes_of(model, context_params, overrides=overrides)
-        if not any(weight.name == _OUTPUT for weight in native.weights(model)):  # tied: a device gets a copy
+        if not any(weight.name == _OUTPUT for weight in weights.of_model(model)):  # tied: a device gets a copy
             sizes = replace(sizes, output=sizes.output + sizes.embedding)
         request = make_request(sizes, machine)
         _check_names(request.fit, machine)
@@ -157,7 +158,7 @@ def _measure(model: int, params: Any, request: PlacementRequest, n_ubatch: int, 
     cells = 0 if request.pool is None else pool
     found = native.measure(model, changed, cells=cells, query_rows=0 if whole else request.query_rows)
     host = len(found.devices) - 1
-    offloaded = all(x.device != host or x.kind == native.EMBEDDING for x in native.weights(model))
+    offloaded = all(x.device != host or x.kind == weights.EMBEDDING for x in weights.of_model(model))
     return replace(found, pool=pool, offloaded=offloaded)
 
 
@@ -173,13 +174,13 @@ def sizes_of(model: int, params: Any, *, overrides: Overrides = ()) -> ModelSize
     experts: defaultdict[int, int] = defaultdict(int)
     fixed: defaultdict[str, int] = defaultdict(int)
     output = embedding = 0
-    for x in native.weights(model):
+    for x in weights.of_model(model):
         device = next((device for pattern, device in overrides if finds(pattern, x.name)), None)
         if device is not None:
             fixed[device] += x.size
         elif x.layer >= 0:
-            (experts if x.kind == native.EXPERTS else dense)[x.layer] += x.size
-        elif x.kind == native.EMBEDDING or (x.kind != native.OUTPUT and x.device == host > 0):
+            (experts if x.kind == weights.EXPERTS else dense)[x.layer] += x.size
+        elif x.kind == weights.EMBEDDING or (x.kind != weights.OUTPUT and x.device == host > 0):
             embedding += x.size
         else:
             output += x.size

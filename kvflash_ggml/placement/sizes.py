@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..config import Fit
-from ..native.sizes import LayerSizes, Needs
+
+if TYPE_CHECKING:
+    from ..native.sizes import LayerSizes, Needs
 
 HOST = "CPU"
 """ggml's name of the device whose memory is the host's."""

@@ -12,7 +12,7 @@ from ..config import Fit, KVFlashConfig
 from ..constants import CHUNK, POOL_STEP, SPEED_CAP, round_up
 from ..errors import UnsupportedModelError, mebibytes
 from . import memory
-from .needs import STAGED_PAGES
+from .buffers import STAGED_PAGES
 from .sizes import HOST, Device
 
 if TYPE_CHECKING:
@@ -303,11 +303,11 @@ def image_limit(config: KVFlashConfig, model: int, size: PoolSize, page_bytes: i
 
     model: address of the llama_model. mapped: its weights on the host are pages of their file.
     """
+    from ..native import weights
     from ..native.devices import model_devices
-    from ..native.measure import weights
 
     host, number = memory.host(), len(model_devices(model))
-    there = sum(weight.size for weight in weights(model) if weight.device == number)
+    there = sum(weight.size for weight in weights.of_model(model) if weight.device == number)
     found = image_ceiling(config, host, mapped=there if mapped else 0, least=size.slots // CHUNK * page_bytes)
     if found is None and size.bounded:
         warn_if_too_long(size.n_ctx, page_bytes, there, host)

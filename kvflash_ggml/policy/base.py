@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Floats
-from ..state.session import DrafterState, Row, RowForm
+from ..state.statistics import Row, RowForm
+
+if TYPE_CHECKING:
+    from ..state.session import DrafterState
 
 LRU = "lru"
 """The policy without a scorer: the chunks that were written or recalled last stay. The baseline."""

@@ -16,7 +16,8 @@ import numpy as np
 from ..arrays import Floats, Int32s, common_prefix
 from ..constants import CHUNK, round_up
 from ..errors import ConfigError, KVFlashError, SnapshotError
-from ..state.session import DrafterState, RowForm, SessionState, TokenAlignment
+from ..state.session import DrafterState, SessionState, TokenAlignment
+from ..state.statistics import RowForm
 from .base import DRAFTER, Keys, Rows, Scorer, ScoreRequest, register
 
 logger = logging.getLogger("kvflash_ggml")

@@ -17,7 +17,7 @@ import numpy as np
 from ..arrays import Floats, Int64s
 from ..constants import CHUNK
 from ..pool.residency import others
-from ..state.session import Row, RowForm
+from ..state.statistics import Row, RowForm
 from .base import Keys, Masses, Pairs, Rows, ScoreRequest, register
 from .heads import attention_shares, boost_successors, deciding, every_head, newest, softmax_max, units_of
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from ..arrays import Int32s, common_prefix
 from ..config import PrefixCache
 from ..errors import ConfigError, KVFlashError
-from ..sequence import prefill, restore
-from ..state.session import SessionState
+from ..sequence import prefill
 from .text import Text
 
 if TYPE_CHECKING:
     from ..snapshot.fingerprint import Fingerprint
     from ..snapshot.store import SnapshotStore
+    from ..state.session import SessionState
     from ..store.prefixes import Prefixes
 
 logger = logging.getLogger("kvflash_ggml")
@@ -55,6 +55,8 @@ class Saver:
 
     def saved(self, length: int | None, *, drafts: bool = True) -> SessionState:
         """Return the text and its memory as a value; the caller releases it. length, drafts: as in `restore.state`."""
+        from ..sequence import restore  # here, as below: most texts are never saved
+
         text = self.text
         self._check_kept()
         text.catch_up()
@@ -84,6 +86,8 @@ class Saver:
 
     def go_on_from(self, saved: SessionState) -> None:
         """Replace the text by a saved session, and release that."""
+        from ..sequence import restore
+
         text = self.text
         try:
             text.pooled.settle()  # the text that stays if the load is refused
@@ -106,6 +110,8 @@ class Saver:
 
     def _recovered(self) -> SessionState:
         """Return what is left of the text after its devices were lost."""
+        from ..sequence import restore
+
         self._check_kept()
         saved = restore.kept_state(self.text.pooled)
         saved.seed = self.text.seed

@@ -17,13 +17,13 @@ from ..errors import CLOSED, ConfigError, ContextFull, KVFlashError, NotFinite, 
 from ..logs import Progress
 from ..sequence import prefill
 from ..sequence.step import NO_LOGITS, Logits, Step
-from ..state.session import SessionState
 from .hints import SlowPrompt
 from .model import Model
 
 if TYPE_CHECKING:
     from ..sequence.sequence import Sequence
     from ..speculation.loop import Speculator
+    from ..state.session import SessionState
     from ..store.prefixes import Prefixes
 
 logger = logging.getLogger("kvflash_ggml")

@@ -13,7 +13,7 @@ from ..constants import CHUNK
 from ..errors import DeviceLost, SnapshotError
 from ..host.store import HostStore
 from ..pool.page_table import PageTable
-from ..state.session import Blob, Bytes
+from ..state.blob import Blob, Bytes
 from .copies import StateCopies
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ import numpy as np
 
 from ..arrays import Buffer, room_for
 from ..errors import HostMemoryError
-from ..state.session import Blob, Bytes, Row, in_memory
+from ..state.blob import Blob, Bytes, in_memory
+from ..state.statistics import Row
 from ..threads import Worker
 
 if TYPE_CHECKING:

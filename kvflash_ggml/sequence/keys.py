@@ -14,7 +14,7 @@ from ..arrays import Floats
 from ..host.store import HostStore
 from ..policy.base import KeyShape, Pairs, Rows, ScoreRequest
 from ..policy.heads import every_head, queries_of
-from ..state.session import Row
+from ..state.statistics import Row
 
 if TYPE_CHECKING:
     from ..native.engine import PagedEngine

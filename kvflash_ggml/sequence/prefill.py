@@ -14,7 +14,7 @@ from ..constants import CHUNK
 from ..errors import KVFlashError
 from ..media.rows import are_mutual
 from ..native.streamed import NO_MASSES, MassRequest
-from ..state.session import Replay
+from ..state.statistics import Replay
 from .reading import ReadStats
 from .step import EVERY, LAST, AfterStep, Output, Step
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..arrays import Floats, Int32s
 from ..constants import CHUNK
@@ -10,10 +11,12 @@ from ..native.streamed import NO_MASSES, MassRequest
 from ..pool.masks import View
 from ..pool.page_table import PageTable
 from ..pool.residency import Ranking
-from ..state.session import PolicyState
 from ..trace.events import Events
 from .query_ring import QueryRing
 from .scoring import Scoring
+
+if TYPE_CHECKING:
+    from ..state.session import PolicyState
 
 
 class Relevance:

@@ -12,7 +12,8 @@ from ..constants import CHUNK
 from ..errors import ContextFull, NotFinite, SnapshotError
 from ..media.rows import advances_of
 from ..pool.plan import ABSENT
-from ..state.session import Blob, Bytes, SessionState, in_memory
+from ..state.blob import Blob, Bytes, in_memory
+from ..state.session import SessionState
 
 if TYPE_CHECKING:
     from ..host.image import PageImage

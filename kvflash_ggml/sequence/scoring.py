@@ -22,9 +22,8 @@ from ..errors import HostMemoryError
 from ..native.streamed import NO_MASSES, MassRequest
 from ..policy.base import Costed, Lasting, Masses, Pairs, ReadsAlong, Resumable, Scorer, ScoreRequest, Selective
 from ..pool.residency import Chunks, few_moves
-from ..state.session import PolicyState, Replay, Statistics, done
-from ..threads import Worker
-from .clock import Clock
+from ..state.statistics import Replay, Statistics
+from ..threads import Worker, done
 from .keys import HostKeys, most_threads
 from .query_ring import QueryCopy, QueryRing
 from .scores import AttentionScores, check_scores
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from ..host.image import PageImage
     from ..host.store import HostStore
     from ..native.engine import PagedEngine
+    from ..state.session import PolicyState
+    from .clock import Clock
 
 MARGIN = 0.5
 """How much better than a resident chunk an evicted one must be for pages to move before tau, in the units of the scores
@@ -113,7 +114,11 @@ class Scoring:
         self._lasting = scorer if isinstance(scorer, Lasting) else None  # once: this check is slow
         self._together = together
         self.selection = Selection(tau=tau, delay=DELAY if beside else 0)
-        self.clock = Clock(share) if beside and tau is None and not steady else None
+        self.clock: Clock | None = None
+        if beside and tau is None and not steady:
+            from .clock import Clock  # here: it measures what runs beside a device
+
+            self.clock = Clock(share)
         self._costed = scorer if tau is None and isinstance(scorer, Costed) else None
         self._step_work = engine.info.step_work + slots * sum(x.n_head * (x.head_k + x.head_v) for x in engine.layers)
         self._n_chunks, self._texts = 0, 1
@@ -341,6 +346,8 @@ class Scoring:
 
     def blank_state(self) -> PolicyState:
         """Return the state before the first score, without statistics."""
+        from ..state.session import PolicyState  # here: most texts are never saved
+
         return PolicyState(
             name=self.scorer.name,
             since_score=0,

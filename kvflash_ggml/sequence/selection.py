@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ..state.session import PolicyState
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..state.session import PolicyState
 
 SCORES_PER_TAU = 4
 """Scores between two full reselections. They move pages only if an evicted chunk is clearly better."""

@@ -20,7 +20,6 @@ from ..host.store import HostStore
 from ..pool.masks import Branches, View, everything_is_resident
 from ..pool.page_table import PageTable, PageTableState
 from ..pool.plan import NO_MOVES, Plan
-from ..state.session import SessionLimits
 from ..trace.events import Events
 from .checkpoints import Checkpoints, Recovery
 from .draft_rows import DraftRows, gather, goes_back
@@ -34,6 +33,7 @@ from .step import EVERY, NO_LOGITS, AfterStep, Follower, Logits, Output, Step, U
 
 if TYPE_CHECKING:
     from ..policy.base import Scorer
+    from ..state.session import SessionLimits
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -137,6 +137,8 @@ class Sequence:
 
     def limits(self, n_vocab: int) -> SessionLimits:
         """Return the largest session that can be loaded here."""
+        from ..state.session import SessionLimits  # here: most texts are never saved
+
         return SessionLimits(n_ctx=self.n_ctx, n_vocab=n_vocab, queries=self.queries.size)
 
     # --- prompts and answers

@@ -17,19 +17,10 @@ from ..host.heap import PageHeap
 from ..host.image import PageImage
 from ..pool.page_table import ANY, PageTableState
 from ..pool.plan import ABSENT
-from ..state.session import (
-    Blob,
-    DrafterState,
-    Origin,
-    PolicyState,
-    Replay,
-    SavedDraft,
-    SessionLimits,
-    SessionState,
-    Statistics,
-    TokenAlignment,
-    done,
-)
+from ..state.blob import Blob
+from ..state.session import DrafterState, Origin, PolicyState, SavedDraft, SessionLimits, SessionState, TokenAlignment
+from ..state.statistics import Replay, Statistics
+from ..threads import done
 from .container import Container, Writer
 from .fingerprint import Fingerprint
 

@@ -9,13 +9,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SnapshotError
 from ..sequence.sequence import Sequence
-from ..state.session import SessionState
 from ..threads import held_back
 from .fingerprint import Fingerprint
+
+if TYPE_CHECKING:
+    from ..state.session import SessionState
 
 logger = logging.getLogger("kvflash_ggml")
 

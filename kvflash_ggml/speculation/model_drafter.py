@@ -11,7 +11,8 @@ import numpy as np
 from ..arrays import Floats, Int32s
 from ..errors import SnapshotError
 from ..snapshot.fingerprint import ModelFile
-from ..state.session import Bytes, Origin, SavedDraft
+from ..state.blob import Bytes
+from ..state.session import Origin, SavedDraft
 
 if TYPE_CHECKING:
     from .context import DraftContext

@@ -5,51 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import SnapshotError
+from ..threads import done
 
 if TYPE_CHECKING:
-    from ..arrays import Buffer, Floats, Int32s, Int64s
+    from ..arrays import Floats, Int32s, Int64s
     from ..host.heap import PageHeap
     from ..host.image import PageImage
     from ..pool.page_table import PageTableState
-
-
-class Blob(Protocol):
-    """Some bytes, in memory or in a file."""
-
-    @property
-    def size(self) -> int: ...
-
-    def read(self) -> Buffer:
-        """Read the bytes. SnapshotError if they are in a file and damaged."""
-        ...
-
-
-@dataclass(frozen=True)
-class Bytes:
-    """A blob in memory, or on its way there: `data` is whole when all its pieces are copied."""
-
-    data: Buffer
-    pieces: Sequence[Future[None]] = field(default=(), compare=False)
-
-    @property
-    def size(self) -> int:
-        return len(self.data)
-
-    def read(self) -> Buffer:
-        for piece in self.pieces:
-            piece.result()
-        return self.data
-
-
-def in_memory(blob: Blob) -> Bytes:
-    """Return a blob in memory: the same one, or what is read of a file. SnapshotError if that is damaged."""
-    return blob if isinstance(blob, Bytes) else Bytes(blob.read())
+    from .blob import Blob
+    from .statistics import Replay, Row, Statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +54,6 @@ class SavedDraft:
     def size(self) -> int:
         """Bytes, in memory or in a file."""
         return self.context.size + self.rows.size
-
-
-Row = npt.NDArray[np.uint8]
-
-
-T = TypeVar("T")
-
-
-def done(value: T) -> Future[T]:
-    """Return a future that has this result."""
-    future: Future[T] = Future()
-    future.set_result(value)
-    return future
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,47 +99,6 @@ class DrafterState:
         """Release the page images."""
         if isinstance(self.session, SessionState):
             self.session.release()
-
-
-class RowForm(NamedTuple):
-    """The form of a row of statistics. A policy computes rows of another form again, from the keys."""
-
-    name: str
-    row_bytes: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Statistics:
-    """A row of bytes for each sealed chunk, as a policy keeps it. Texts share rows, so nothing may write to them."""
-
-    name: str
-    rows: Sequence[Row]
-
-    @property
-    def layout(self) -> RowForm:
-        return RowForm(self.name, len(self.rows[0]) if self.rows else 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Replay:
-    """How the last step of a prompt was computed, so that the same prompt can be computed alike.
-
-    The step read `tokens` from `start` on. table: before that step, with its scores. rebuild: whether the step brought
-    the resident set to these scores. ranking, due: the same for the first step of the answer.
-    """
-
-    start: int
-    tokens: Int32s
-    table: PageTableState
-    rebuild: bool
-    ranking: Floats | None
-    due: bool
-
-    @property
-    def size(self) -> int:
-        """Bytes in memory, roughly."""
-        arrays = self.tokens, self.table.scores, self.ranking
-        return 16 * len(self.table.blocks) + sum(array.nbytes for array in arrays if array is not None)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

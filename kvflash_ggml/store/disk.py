@@ -27,7 +27,10 @@ from ..pool.page_table import ANY, PageTableState
 from ..snapshot import format, inspect
 from ..snapshot.container import VERSION, Container, FileSource, StoredPage, Writer
 from ..snapshot.fingerprint import Fingerprint
-from ..state.session import Bytes, PolicyState, SessionLimits, SessionState, Statistics, done
+from ..state.blob import Bytes
+from ..state.session import PolicyState, SessionLimits, SessionState
+from ..state.statistics import Statistics
+from ..threads import done
 from .segments import NAME_BYTES, SEGMENT, TAIL, Entry, Segments, chunk_names, extend_name, root_name
 
 MAX_CHUNKS = 256

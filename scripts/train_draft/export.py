@@ -11,7 +11,7 @@ from torch import Tensor
 from kvflash_ggml.convert import draft, writer
 from kvflash_ggml.convert.writer import Planned
 from kvflash_ggml.files import replacing
-from kvflash_ggml.gguf import reader, types
+from kvflash_ggml.gguf import encoding, reader, types
 from kvflash_ggml.gguf.drafter import DrafterFile
 from kvflash_ggml.gguf.target import describe
 
@@ -49,4 +49,4 @@ def _encoded(value: np.ndarray, kind: types.TensorType) -> list[types.Bytes]:
     if not np.isfinite(value).all():
         raise SystemExit("the training failed: a weight is no number")
     rows = np.ascontiguousarray(value, np.float32)
-    return [types.encode(rows, kind)]
+    return [encoding.encode(rows, kind)]

@@ -20,7 +20,7 @@ from support.interrupter import signalled
 from support.rounding import GPU_LAYERS
 
 from kvflash_ggml.calibration import finder, run
-from kvflash_ggml.calibration.choice import Calibration, ModelId, heads_file, load, of_llama, save
+from kvflash_ggml.calibration.known import Calibration, ModelId, heads_file, load, of_llama, save
 from kvflash_ggml.calibration.run import Stopped, calibrate
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import CalibrationError, ConfigError, DecodeError, KVFlashError

@@ -28,7 +28,7 @@ from kvflash_ggml.cli.convert import convert
 from kvflash_ggml.convert import draft, quantize
 from kvflash_ggml.convert.describe import describe
 from kvflash_ggml.errors import ConversionError
-from kvflash_ggml.gguf import heads, reader, types, verify
+from kvflash_ggml.gguf import encoding, heads, reader, types, verify
 from kvflash_ggml.gguf.target import KEYS, LAST_INPUT, LAYER_INPUTS
 from kvflash_ggml.speculation import acceptance
 from kvflash_ggml.speculation.acceptance import TargetModel
@@ -148,7 +148,7 @@ def test_other_readers_read_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"])
 def test_types_made_without_the_library_are_ggmls_own(loaded: None, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = np.random.default_rng(3).standard_normal((16, 256)).astype(np.float32)
-    ours = types.encode(rows, types.BY_NAME[kind])
+    ours = encoding.encode(rows, types.BY_NAME[kind])
     monkeypatch.setattr(types, "WITHOUT_LIBRARY", set[str]())
     assert quantize.encode_natively(rows, types.BY_NAME[kind]).tobytes() == ours.tobytes()
 
@@ -161,7 +161,7 @@ def test_types_of_ggml(tmp_path: Path, kind: str) -> None:
     before, after = reader.read(DRAFT), reader.read(made)
     for name, tensor in after.tensors.items():
         raw = np.concatenate(list(after.pieces(tensor)))
-        was = types.decode(np.concatenate(list(before.pieces(before.tensors[name]))), before.tensors[name].kind)
+        was = encoding.decode(np.concatenate(list(before.pieces(before.tensors[name]))), before.tensors[name].kind)
         values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(tensor.kind.id)).reshape(was.shape)
         assert np.abs(values - was).max() < 0.08 * np.abs(was).max(), name
 

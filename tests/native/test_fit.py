@@ -155,14 +155,14 @@ def test_a_split_that_gives_more_slots_is_named(
     mixture: str, servers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the one that was asked for has all the slots on one device, which has room for some of them."""
-    from kvflash_ggml.native import measure
+    from kvflash_ggml.native import weights
     from kvflash_ggml.placement import memory
 
     of_model, loaded = memory.of_model, []
 
     def with_little(model: int) -> Any:
         """Less what is loaded: the first who asks is the model, who has its weights, and then a sketch of it."""
-        used = [] if loaded else [sum(x.size for x in measure.weights(model) if x.device == i) for i in (0, 1)]
+        used = [] if loaded else [sum(x.size for x in weights.of_model(model) if x.device == i) for i in (0, 1)]
         loaded.append(model)
         *devices, host = of_model(model)
         left = [535 * MIB - size for size in used or (0, 0)]

@@ -41,7 +41,7 @@ def address(pointer: Any) -> int:
 def test_what_is_measured_is_what_is_taken(
     llama: Callable[..., Any], model: Callable[[str], Path], shape: str, kind: str
 ) -> None:
-    from kvflash_ggml.native import measure
+    from kvflash_ggml.native import measure, weights
 
     types = {"type_k": KV_TYPES[kind], "type_v": KV_TYPES[kind]}
     llm = llama(SHAPES[shape], kvflash=POOL, kvflash_policy="qk", use_mmap=False, **types)
@@ -52,10 +52,10 @@ def test_what_is_measured_is_what_is_taken(
 
     with measure.sketch(model(SHAPES[shape]), llm.model_params) as found:
         sketched = measure.measure(found, llm.context_params, cells=POOL, query_rows=rows)
-        weights = measure.weights(found)
+        found_weights = weights.of_model(found)
     assert sketched.devices == taken
-    assert sum(x.size for x in weights) == sum(x.weights for x in taken)
-    assert (sum(x.kind == measure.EXPERTS for x in weights) > 0) == (shape in ("mixture", "latent"))
+    assert sum(x.size for x in found_weights) == sum(x.weights for x in taken)
+    assert (sum(x.kind == weights.EXPERTS for x in found_weights) > 0) == (shape in ("mixture", "latent"))
     assert any(x.state for x in sketched.layers) == (shape == "hybrid")
     assert any(x.window for x in sketched.layers) == (shape == "window")
     assert any(x.query and not x.v_row for x in sketched.layers) == (shape == "latent")
@@ -138,7 +138,7 @@ def test_a_number_that_upstream_takes_on_trust(models: dict[str, Path], loaded: 
     """llama.cpp ends the process over it when it loads the file. Here it is an error, and the next file is measured."""
     import llama_cpp
 
-    from kvflash_ggml.native import measure
+    from kvflash_ggml.native import measure, weights
 
     key = b"qwen3.block_count" + (4).to_bytes(4, "little")
     data = bytearray(models["small"].read_bytes())
@@ -150,7 +150,7 @@ def test_a_number_that_upstream_takes_on_trust(models: dict[str, Path], loaded: 
     with pytest.raises(ConfigError, match="GGML_ASSERT"), measure.sketch(path, params):
         pass
     with measure.sketch(models["small"], params) as found:
-        assert measure.weights(found)
+        assert weights.of_model(found)
 
 
 def test_contexts_that_cannot_be(llama: Callable[..., Any]) -> None:

@@ -20,7 +20,7 @@ from support.resume_drafting import COMMAND, go_on
 
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.errors import SnapshotError
-from kvflash_ggml.state.session import Bytes
+from kvflash_ggml.state.blob import Bytes
 
 KINDS: dict[str, tuple[str, str, Path | None]] = {
     "dflash": ("dense", "draft-dflash", MODELS / "recall-dflash.gguf"),

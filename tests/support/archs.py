@@ -370,7 +370,7 @@ def _check_small_pool(run: _Run, stock: Any) -> None:
 def _check_calibration(run: _Run) -> None:
     """Every question about one document instead of two is asked, and every head is measured."""
     from kvflash_ggml.calibration import choice, measure
-    from kvflash_ggml.calibration.choice import ModelId
+    from kvflash_ggml.calibration.known import ModelId
     from kvflash_ggml.calibration.run import calibrate
 
     measure.DOCUMENTS = 1

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvflash_ggml.convert import checkpoint, writer
 from kvflash_ggml.convert.writer import Planned
-from kvflash_ggml.gguf import reader, types
+from kvflash_ggml.gguf import encoding, reader, types
 from kvflash_ggml.gguf.reader import GGUF, Field
 
 VOCAB = 288
@@ -83,7 +83,7 @@ def random_weight(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarra
 
 def bf16(values: np.ndarray) -> np.ndarray:
     """As numpy has no such type: 16-bit patterns."""
-    return types.encode(np.ascontiguousarray(values), types.BY_NAME["bf16"]).view(np.uint16)
+    return encoding.encode(np.ascontiguousarray(values), types.BY_NAME["bf16"]).view(np.uint16)
 
 
 def safetensors(tensors: Mapping[str, np.ndarray]) -> bytes:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflash_bench.shapes import SHAPES, write
-from kvflash_ggml.calibration.choice import Calibration, read
+from kvflash_ggml.calibration.known import Calibration, read
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.scoring import DELAY
 from kvflash_ggml.snapshot.fingerprint import ModelFile

@@ -16,7 +16,9 @@ from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.host.heap import PageHeap
 from kvflash_ggml.pool.page_table import PageTableState
 from kvflash_ggml.pool.plan import ABSENT
-from kvflash_ggml.state.session import Bytes, PolicyState, SessionLimits, SessionState, Statistics
+from kvflash_ggml.state.blob import Bytes
+from kvflash_ggml.state.session import PolicyState, SessionLimits, SessionState
+from kvflash_ggml.state.statistics import Statistics
 from kvflash_ggml.store.disk import DiskTier
 from support.fake_engine import FakeHost
 

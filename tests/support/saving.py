@@ -19,7 +19,7 @@ from kvflash_ggml.sequence.scoring import Scoring
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.snapshot import fingerprint
 from kvflash_ggml.snapshot.store import SnapshotStore
-from kvflash_ggml.state.session import RowForm
+from kvflash_ggml.state.statistics import RowForm
 from support.fake_engine import FakeEngine, make_session
 
 N_VOCAB = 1000

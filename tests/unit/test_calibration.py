@@ -15,8 +15,9 @@ import pytest
 from support.fake_llama import Stage, staged
 
 from kvflash_ggml.calibration import choice, measure
-from kvflash_ggml.calibration.choice import Calibration, ModelId, choose, load, save
+from kvflash_ggml.calibration.choice import choose
 from kvflash_ggml.calibration.documents import FORMS, VALUES, compose, make_facts, question
+from kvflash_ggml.calibration.known import Calibration, ModelId, load, save
 from kvflash_ggml.calibration.measure import documents
 from kvflash_ggml.cli.calibrate import table
 from kvflash_ggml.constants import CHUNK

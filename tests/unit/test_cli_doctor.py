@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from support.interrupter import elsewhere
 
 from kvflash_ggml import pip_line
-from kvflash_ggml.calibration.choice import Calibration, HeadScore, heads_file, save
+from kvflash_ggml.calibration.known import Calibration, HeadScore, heads_file, save
 from kvflash_ggml.cli import child, main, probe
 from kvflash_ggml.cli import doctor as checks
 from kvflash_ggml.cli.child import Child

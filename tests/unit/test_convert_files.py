@@ -30,12 +30,11 @@ from support.checkpoints import (
     write_gguf,
 )
 
-from kvflash_ggml.calibration import choice
-from kvflash_ggml.calibration.choice import Calibration, HeadScore
+from kvflash_ggml.calibration.known import Calibration, HeadScore, heads_file, save
 from kvflash_ggml.convert import draft, migrate, quantize
 from kvflash_ggml.convert.describe import describe
 from kvflash_ggml.errors import ConversionError
-from kvflash_ggml.gguf import reader, types, verify
+from kvflash_ggml.gguf import encoding, reader, types, verify
 from kvflash_ggml.gguf.reader import Field
 from kvflash_ggml.snapshot.fingerprint import ModelFile
 
@@ -148,9 +147,9 @@ def test_values_that_are_none_are_refused(tmp_path: Path, drafter: Path) -> None
 
 def test_quantised_values_that_are_none_are_refused() -> None:
     block = np.zeros((1, 34), np.uint8)
-    assert types.all_finite(block, types.BY_NAME["q8_0"])
+    assert encoding.all_finite(block, types.BY_NAME["q8_0"])
     block[0, :2] = np.frombuffer(np.float16(np.inf).tobytes(), np.uint8)
-    assert not types.all_finite(block, types.BY_NAME["q8_0"])
+    assert not encoding.all_finite(block, types.BY_NAME["q8_0"])
 
 
 @pytest.mark.parametrize("name", ["enc.output_norm.weight", "blk.1.ffn_gate.weight"])
@@ -418,7 +417,7 @@ def test_heads_that_a_calibration_found(tmp_path: Path) -> None:
         HeadScore(layer=layer, head=1, found=0.5, control=0.1, first=0.9, chosen=layer == 2) for layer in (2, 3)
     )
     known = Calibration(model=identity, questions=1, tokens=1, heads=heads)
-    choice.save(known, choice.heads_file(identity))
+    save(known, heads_file(identity))
     assert describe(path).heads == [(2, 1)]
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvflash_ggml.convert.quantize import chosen
-from kvflash_ggml.gguf import types
+from kvflash_ggml.gguf import encoding, types
 from kvflash_ggml.gguf.reader import Tensor
 from kvflash_ggml.speculation import acceptance
 from kvflash_ggml.speculation.acceptance import Continued
@@ -20,14 +20,16 @@ from kvflash_ggml.speculation.draft import Draft, chain
 )
 def test_bf16_is_the_nearest_and_ties_go_to_the_even_one(bits: int, rounded: int) -> None:
     values = np.array([[bits]], np.uint32).view(np.float32)
-    made = types.encode(values, types.BY_NAME["bf16"])
+    made = encoding.encode(values, types.BY_NAME["bf16"])
     assert made.view(np.uint16).item() == rounded
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
 def test_plain_types_come_back(kind: str) -> None:
     values = np.array([[0.5, -3.0, 0.0, 96.0]], np.float32)
-    assert types.decode(types.encode(values, types.BY_NAME[kind]), types.BY_NAME[kind]).tolist() == values.tolist()
+    assert (
+        encoding.decode(encoding.encode(values, types.BY_NAME[kind]), types.BY_NAME[kind]).tolist() == values.tolist()
+    )
 
 
 def test_a_mixture_keeps_values_and_ffn_down_larger() -> None:

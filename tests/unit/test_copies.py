@@ -19,7 +19,7 @@ from kvflash_ggml.sequence import copies, restore
 from kvflash_ggml.sequence.copies import THREADS, StateCopies
 from kvflash_ggml.sequence.prefill import extend, rewind_to
 from kvflash_ggml.sequence.sequence import Sequence
-from kvflash_ggml.state.session import Bytes
+from kvflash_ggml.state.blob import Bytes
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from support.fake_llama import Stage, staged
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, UnsupportedModelError
-from kvflash_ggml.placement import devices
-from kvflash_ggml.placement.devices import DeviceChoice
+from kvflash_ggml.placement import devices, wanted
+from kvflash_ggml.placement.wanted import DeviceChoice
 
 
 @dataclass
@@ -34,7 +34,7 @@ def known(*found: Device) -> Any:
 
 def test_nothing_asked_for_is_llama_cpps_choice() -> None:
     upstream: dict[str, Any] = {"n_ctx": 512}
-    assert devices.read(upstream, None) == DeviceChoice()
+    assert wanted.read(upstream, None) == DeviceChoice()
     assert upstream == {"n_ctx": 512}
 
 
@@ -42,13 +42,13 @@ def test_what_is_asked_for() -> None:
     upstream: dict[str, Any] = {
         "device": "CUDA1,CUDA0", "override_tensor": r"ffn_(up|down)=CPU,blk\.1=CUDA0", "n_cpu_moe": 3, "n_ctx": 1,
     }  # fmt: skip
-    asked = devices.read(upstream, KVFlashConfig(pool=512))
+    asked = wanted.read(upstream, KVFlashConfig(pool=512))
     assert asked.device == ("CUDA1", "CUDA0")
     assert asked.override_tensor == (("ffn_(up|down)", "CPU"), (r"blk\.1", "CUDA0"))
     assert upstream == {"n_ctx": 1}
-    assert devices.read(asked.keywords(), None) == asked
-    assert devices.read({"device": "none"}, None).device == ()
-    assert devices.read({"device": ["CUDA0"]}, None).device == ("CUDA0",)
+    assert wanted.read(asked.keywords(), None) == asked
+    assert wanted.read({"device": "none"}, None).device == ()
+    assert wanted.read({"device": ["CUDA0"]}, None).device == ("CUDA0",)
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,11 @@ def test_what_is_asked_for() -> None:
 )
 def test_what_cannot_be(asked: dict[str, Any], error: type, why: str) -> None:
     with pytest.raises(error, match=why):
-        devices.read(dict(asked), KVFlashConfig(pool=512))
+        wanted.read(dict(asked), KVFlashConfig(pool=512))
 
 
 def test_a_full_cache_may_be_split_by_tensors() -> None:
-    assert devices.read({"split_mode": 3}, None) == DeviceChoice()
+    assert wanted.read({"split_mode": 3}, None) == DeviceChoice()
 
 
 def test_only_what_can_hold_layers_is_taken() -> None:
@@ -158,7 +158,7 @@ def test_options_reach_the_model(cli: Stage) -> None:
     assert asked == {
         "device": "CUDA1,CUDA0", "split_mode": 0, "tensor_split": [3.0, 1.0], "main_gpu": 1, "n_cpu_moe": 2,
     }  # fmt: skip
-    assert cli.settings["override_tensor"] == [(r"blk\.1", "CPU"), ("x", "CUDA0"), (devices.EXPERTS, "CPU")]
+    assert cli.settings["override_tensor"] == [(r"blk\.1", "CPU"), ("x", "CUDA0"), (wanted.EXPERTS, "CPU")]
     assert cli("m.gguf", "hello").exit_code == 0
     assert not {"device", "split_mode", "override_tensor"} & set(cli.settings)
     share, pattern = "is not a share", "is not PATTERN=DEVICE"

@@ -29,7 +29,7 @@ from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, SnapshotError
 from kvflash_ggml.files import ABANDONED_AFTER_SECONDS
 from kvflash_ggml.host.heap import PageHeap
-from kvflash_ggml.state.session import Statistics
+from kvflash_ggml.state.statistics import Statistics
 from kvflash_ggml.store import disk, segments
 from kvflash_ggml.store.disk import DiskTier
 from kvflash_ggml.store.segments import Entry

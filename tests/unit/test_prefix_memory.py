@@ -16,7 +16,7 @@ from kvflash_ggml.errors import HostMemoryError, SnapshotError
 from kvflash_ggml.host import slabs
 from kvflash_ggml.host.heap import PageHeap
 from kvflash_ggml.host.image import PageImage
-from kvflash_ggml.state.session import Bytes
+from kvflash_ggml.state.blob import Bytes
 from kvflash_ggml.store import segments as chain
 from kvflash_ggml.store.prefixes import MemoryTier
 

@@ -10,7 +10,7 @@ from support.fake_engine import FakeDevice, FakeEngine, FakeLayer
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, DeviceLimit, HostMemoryError, UnsupportedError
 from kvflash_ggml.llama.reading import SHARE, StageRoom, open_reading, rooms, stage_slots
-from kvflash_ggml.placement.needs import MASK
+from kvflash_ggml.placement.buffers import MASK
 from kvflash_ggml.sequence.pool import Pool
 from kvflash_ggml.sequence.reading import ReadStats
 

@@ -23,7 +23,7 @@ from kvflash_ggml.sequence import scoring as kept
 from kvflash_ggml.sequence.prefill import extend, prefix_to_keep
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.snapshot import format as written
-from kvflash_ggml.state.session import RowForm
+from kvflash_ggml.state.statistics import RowForm
 
 PROMPT = text(900, 3)
 MEMORIES: list[dict[str, Any]] = [{}, {"recurrent": True}, {"n_swa": 80}, {"asynchronous": True}]

@@ -12,7 +12,7 @@ FRONTS = ("llama/", "cli/")
 """Rooms that are fronts on a `Llama`, as users' programs are."""
 
 GIVEN = {
-    "batching/encoder.py", "batching/engine.py", "batching/llama.py", "calibration/choice.py", "calibration/finder.py",
+    "batching/encoder.py", "batching/engine.py", "batching/llama.py", "calibration/known.py", "calibration/finder.py",
     "runtime/model.py",
     "server/prompts.py", "server/run.py", "snapshot/fingerprint.py",
 }  # fmt: skip

@@ -26,7 +26,7 @@ from kvflash_ggml.sequence import restore
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.snapshot.container import BytesSource, FileSource
-from kvflash_ggml.state.session import RowForm
+from kvflash_ggml.state.statistics import RowForm
 
 LENGTH = 700
 

@@ -22,7 +22,8 @@ from kvflash_ggml.sequence import restore
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.speculation.base import Features
-from kvflash_ggml.state.session import Bytes, Origin, SavedDraft, SessionState
+from kvflash_ggml.state.blob import Bytes
+from kvflash_ggml.state.session import Origin, SavedDraft, SessionState
 
 LENGTH = 300
 KNOWN = SavedDraft(

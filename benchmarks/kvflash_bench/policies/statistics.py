@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvflash_ggml.arrays import Floats
 from kvflash_ggml.policy.base import Keys, KeyShape, Rows, ScoreRequest, register
 from kvflash_ggml.policy.heads import split
-from kvflash_ggml.state.session import RowForm
+from kvflash_ggml.state.statistics import RowForm
 
 MISSING = -2.0
 """Below any cosine: a chunk without a finite statistic must not outrank one with a negative correlation."""
