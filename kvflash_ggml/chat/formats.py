@@ -36,5 +36,5 @@ def schema_of(form: Any) -> tuple[Any, bool] | None:
         raise ConfigError(f"the response_format {shown} has no such type: it must be text, json_object or json_schema")
     inner = form if form.get("json_schema") is None else form["json_schema"]
     if not isinstance(inner, Mapping) or inner.get("schema") is None:
-        raise ConfigError("the response_format has no json_schema.schema: give it one")
+        raise ConfigError("the response_format has the type json_schema, and no schema: give it one")
     return inner["schema"], inner.get("strict") is True

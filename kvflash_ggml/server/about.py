@@ -65,7 +65,7 @@ def _anthropics(entry: dict[str, Any]) -> dict[str, Any]:
 
 def listed(request: HttpRequest, entries: Sequence[dict[str, Any]]) -> Response:
     """List all models, or the one that is asked for. ApiError if there is no such model."""
-    wanted = request.path_params.get("model")
+    wanted = request.path_params.get("model") or None  # the slash behind the list asks for no model
     anthropics = "anthropic-version" in request.headers
     if wanted is None and anthropics:
         names = [one["id"] for one in entries]

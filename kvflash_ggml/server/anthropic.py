@@ -85,8 +85,8 @@ def _translated(front: Front, http: HttpRequest, asked: MessagesRequest) -> Chat
         "max_tokens": asked.max_tokens,
         "stop": list(asked.stop_sequences),
         "top_k": asked.top_k,
-        **_choice(asked.tool_choice or {}),
-        **_effort(asked),
+        **({} if asked.tool_choice is None else _choice(asked.tool_choice)),
+        **_effort(turns, asked),
     }
     return turns.chat(http, asked, data, _NAMES)
 
@@ -197,7 +197,9 @@ def _tools(turns: Turns, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _choice(choice: dict[str, Any]) -> dict[str, Any]:
-    kind, alone = choice.get("type"), choice.get("disable_parallel_tool_use")
+    kind, alone = text_of(choice, "type", "tool_choice"), choice.get("disable_parallel_tool_use")
+    if kind not in ("auto", "any", "tool", "none"):
+        raise invalid("tool_choice.type", f"it is {kind[:40]!r}, and must be 'auto', 'any', 'tool' or 'none'")
     wanted: Any = "required" if kind == "any" else kind
     if kind == "tool":
         wanted = {"type": "function", "function": {"name": text_of(choice, "name", "tool_choice")}}
@@ -207,13 +209,15 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _effort(asked: MessagesRequest) -> dict[str, Any]:
+def _effort(turns: Turns, asked: MessagesRequest) -> dict[str, Any]:
     """Return whether to think, and the form of the answer."""
     form = (asked.output_config or {}).get("format")  # once it was a field of its own
     given: dict[str, Any] = {"response_format": form_of(asked.output_format if form is None else form)}
     thinking = text_of(asked.thinking or {}, "type", "thinking", "")
     if thinking in ("enabled", "disabled"):
         given["enable_thinking"] = thinking == "enabled"
+    elif thinking not in ("", "adaptive"):
+        turns.leave_out(f"thinking.{thinking[:40]}")
     return given
 
 

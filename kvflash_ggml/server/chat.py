@@ -282,6 +282,8 @@ def _content(content: str | list[dict[str, Any]] | None, where: str, images: Req
             texts.append(images.take(part, where))
             between = ""
             continue
+        if kind is None:
+            raise invalid(where, "a part has no type: text, image_url or input_audio")
         if kind not in ("text", "input_text", "refusal"):
             raise ApiError(
                 501,

@@ -35,6 +35,8 @@ _OURS = "kvflash:"
 clients send nothing else of it, and the prompt would differ from what was read.
 """
 
+_CARRIED = "reasoning.encrypted_content"
+"""What a client asks for with `include` to be given that."""
 
 _NAMES = {"messages": "input", "reasoning_effort": "reasoning.effort", "response_format": "text.format"}
 """What fields of a chat are called here."""
@@ -199,6 +201,9 @@ def _translated(
         else:
             _item(turns, item, f"input.{i}")
     functions, tools = _functions(turns, given)
+    for one in asked.include or ():
+        if one != _CARRIED:
+            turns.leave_out(f"include.{str(one)[:40]}")
     data = {
         "tools": functions,
         "max_tokens": asked.max_output_tokens,
@@ -334,6 +339,15 @@ def _choice(turns: Turns, choice: str | dict[str, Any] | None) -> dict[str, Any]
         return {"tool_choice": {"type": "function", "function": {"name": f"{space}__{name}" if space else name}}}
     turns.leave_out(f"tool_choice.{kind}")
     return {"tool_choice": "required"} if choice.get("mode") == "required" else {}
+
+
+def _chosen(choice: str | dict[str, Any]) -> str | dict[str, Any]:
+    """Return a choice of tools as `_choice` has read it."""
+    if isinstance(choice, str):
+        return choice
+    if choice.get("type") in ("function", "custom"):
+        return {name: choice[name] for name in ("type", "name")}
+    return "required" if choice.get("mode") == "required" else "auto"
 
 
 def _form(asked: ResponsesRequest) -> dict[str, Any]:
@@ -496,7 +510,7 @@ class ResponseAnswer(AnswerWriter):
 
     def _reasoning(self, text: str, *, id: str | None = None) -> dict[str, Any]:
         item = {"id": id or _id("rs"), "type": "reasoning", "summary": [], "status": "completed"}
-        if "reasoning.encrypted_content" in (self._asked.include or ()):
+        if _CARRIED in (self._asked.include or ()):
             item["encrypted_content"] = _OURS + base64.b64encode(text.encode()).decode()
         return {**item, "content": [_text("reasoning_text", text)]}
 
@@ -522,8 +536,8 @@ class ResponseAnswer(AnswerWriter):
         output: Sequence[dict[str, Any]] = (),
         usage: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Describe the response. The tools, which clients know, are not told again."""
-        asked = self._asked
+        """Describe the response. The tools and the schema, which clients know, are not told again."""
+        asked, form = self._asked, (self._asked.text or {}).get("format") or {"type": "text"}
         return {
             "id": self.id,
             "object": "response",
@@ -540,8 +554,8 @@ class ResponseAnswer(AnswerWriter):
             "previous_response_id": asked.previous_response_id,
             "store": asked.store,
             "temperature": asked.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
+            "text": {"format": {"type": form["type"]}},
+            "tool_choice": _chosen(asked.tool_choice or "auto"),
             "tools": [],
             "top_p": asked.top_p,
             "truncation": self._asked.truncation,

@@ -452,6 +452,12 @@ _KINDS = {
     "list_type": "a list", "tuple_type": "a list", "dict_type": "an object", "model_type": "an object",
 }  # fmt: skip
 
+_LENGTHS = {
+    "too_short": "it has {} elements, and {} is the least: give it more",
+    "too_long": "it has {} elements, and {} is the most: send fewer",
+    "string_too_long": "a text of {} characters, and {} is the most: shorten it",
+}
+
 
 def parse(
     kind: type[Any], data: Any, *, strict: bool, names: Mapping[str, str] = MappingProxyType({})
@@ -465,7 +471,7 @@ def parse(
     try:
         asked = kind.model_validate(data)
     except ValidationError as err:
-        where, what = _why(data, err.errors(include_url=False, include_context=False, include_input=False))
+        where, what = _why(data, err.errors(include_url=False, include_input=False))
         raise _wrong(where, what, names) from None
     ignored = []
     for where, value in _unknown(asked, ""):
@@ -492,6 +498,9 @@ def _why(data: Any, errors: Sequence[Any]) -> tuple[str, str]:
         kind = _KINDS.get(error["type"], error["msg"].partition("Input should be ")[2])
         if missing:
             return ".".join([*inner, str(error["loc"][-1])]), "it is missing"
+        if error["type"] in _LENGTHS:
+            told, limits = _LENGTHS[error["type"]], error["ctx"]
+            return ".".join(inner), told.format(len(at), limits.get("max_length", limits.get("min_length")))
         if not kind:
             return ".".join(inner), error["msg"].removeprefix("Value error, ")
         if len(inner) > len(place) or not kinds:

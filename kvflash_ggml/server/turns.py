@@ -154,7 +154,7 @@ def role_of(message: dict[str, Any], where: str) -> str:
 
 def kind_of(part: dict[str, Any]) -> str:
     """Return the type of a part, for comparisons and for the header."""
-    return str(part.get("type"))[:40]
+    return str(part.get("type") or "untyped")[:40]
 
 
 def form_of(form: Any) -> Any:

@@ -163,7 +163,7 @@ def test_the_class_holds_to_a_form(llama: Callable[..., Any], caplog: pytest.Log
     assert "response_format.a.uniqueItems" in caplog.text
     for form, why in (
         ({"type": "json_shema", "schema": schema}, "it must be text, json_object or json_schema"),
-        ({"type": "json_schema"}, "has no json_schema.schema"),
+        ({"type": "json_schema"}, "has the type json_schema, and no schema"),
         ({"type": "json_schema", "json_schema": {"schema": unique, "strict": True}}, "has uniqueItems at"),
         ({"type": "json_object", "schema": of({"pattern": "(?=x)"})}, "a grammar cannot look ahead"),
     ):

@@ -144,3 +144,40 @@ def test_fields_of_anthropics(data: dict[str, Any], begins: str) -> None:
 def test_messages_that_a_template_refuses(path: str, data: dict[str, Any], param: str) -> None:
     error = Server(prompts=Prompts(template=None)).post(path, data).json["error"]
     assert (error["param"], error["message"]) == (param, "no chat template")
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "message"),
+    [
+        ("/v1/chat/completions", {"messages": []}, "messages: it has 0 elements, and 1 is the least: give it more"),
+        (
+            "/v1/chat/completions",
+            {"messages": said("x"), "tools": [{"type": "function", "function": {}}] * 129},
+            "tools: it has 129 elements, and 128 is the most: send fewer",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": said("x"), "kvflash": {"conversation": "x" * 129}},
+            "kvflash.conversation: a text of 129 characters, and 128 is the most: shorten it",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": said([{"text": "x"}])},
+            "messages.1.content: a part has no type: text, image_url or input_audio",
+        ),
+        (
+            "/v1/responses",
+            {"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}},
+            "text.format: the text.format has the type json_schema, and no schema: give it one",
+        ),
+        (
+            "/v1/messages",
+            {"messages": said("x"), "tool_choice": {"type": "required"}},
+            "tool_choice.type: it is 'required', and must be 'auto', 'any', 'tool' or 'none'",
+        ),
+        ("/v1/messages", {"messages": said("x"), "tool_choice": {}}, "tool_choice.type: it is missing"),
+    ],
+)
+def test_errors_say_what_the_limit_is_in_the_clients_words(path: str, data: dict[str, Any], message: str) -> None:
+    reply = Server().post(path, data)
+    assert (reply.status, reply.message) == (400, message)

@@ -104,6 +104,10 @@ def test_small_questions() -> None:
         assert Server(keys=keys).get("/ping").status == Server(keys=keys).post("/ping", None).status == 200
 
 
+def test_a_slash_behind_the_list_of_models_asks_for_no_model() -> None:
+    assert Server().get("/v1/models/").json == Server().get("/v1/models").json
+
+
 def page_of(name: str) -> str:
     return (Path(__file__).parents[2] / name).read_text(encoding="utf-8")
 

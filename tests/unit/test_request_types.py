@@ -198,7 +198,7 @@ def test_errors_name_fields_as_the_client_does() -> None:
     refused([
         (MESSAGES, {**LEAST[MESSAGES], "tool_choice": {"type": "auto", "disable_parallel_tool_use": "yes"}},
          'tool_choice.disable_parallel_tool_use: it is the text "yes", and must be true or false'),
-        (MESSAGES, {**LEAST[MESSAGES], "tool_choice": {"type": "each"}}, 'tool_choice: it is the text "each"'),
+        (MESSAGES, {**LEAST[MESSAGES], "tool_choice": {"type": "each"}}, "tool_choice.type: it is 'each'"),
         (MESSAGES, {**LEAST[MESSAGES], "output_config": {"format": "json"}}, 'output_config.format: it is the text'),
         (MESSAGES, {**LEAST[MESSAGES], "thinking": {"type": True}}, "thinking.type: it is true, and must be a text"),
         (RESPONSES, {"input": "x", "reasoning": {"effort": 3}}, "reasoning.effort: it is the integer 3, and must be a"),

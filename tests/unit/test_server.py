@@ -530,7 +530,7 @@ def test_the_largest_evicted_mass_of_the_texts_is_a_metric() -> None:
         ({"max_tokens": -2}, 400, "max_tokens"),
         ({"grammar": "what"}, 400, "no root"),
         ({"grammar": "root ::= x", "response_format": {"type": "json_object"}}, 400, "exclude"),
-        ({"response_format": {"type": "json_schema"}}, 400, "has no json_schema.schema"),
+        ({"response_format": {"type": "json_schema"}}, 400, "has the type json_schema, and no schema"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "add --mmproj FILE"),
         ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, 501, "text, images and sound, not 'file'"),

@@ -402,3 +402,17 @@ def test_an_image_in_a_document_is_seen() -> None:
         asked = {"messages": [{"role": "user", "content": [content]}], "max_tokens": 1}
         assert Server(prompts=prompts).post("/v1/messages", asked).status == 200
     assert prompts.seen == [b"ABC"] * 2
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ({"thinking": {"type": "telepathy"}}, "thinking.telepathy"),
+        ({"thinking": {"type": "adaptive"}}, None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, None),
+        ({"messages": [{"role": "user", "content": [{"text": "no type"}]}]}, "untyped"),
+    ],
+)
+def test_what_has_no_effect_is_told(data: dict[str, Any], told: str | None) -> None:
+    reply = ask(data)
+    assert (reply.status, reply.headers.get("x-kvflash-ignored")) == (200, told)

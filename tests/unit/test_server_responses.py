@@ -437,3 +437,37 @@ def test_a_response_is_erased() -> None:
         assert (await client.get("/kvflash/conversations")).json["data"]
 
     Server().run(work)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({}, ({"type": "text"}, "auto")),
+        ({"text": {"verbosity": "low"}, "tool_choice": "none"}, ({"type": "text"}, "none")),
+        ({"text": {"format": {"type": "json_object"}}}, ({"type": "json_object"}, "auto")),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}}},
+            ({"type": "json_schema"}, "auto"),
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "name": "clock"}},
+            ({"type": "text"}, {"type": "function", "name": "clock"}),
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": []}},
+            ({"type": "text"}, "required"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_tells_what_was_asked(asked: dict[str, Any], told: tuple[Any, Any], stream: bool) -> None:
+    reply = ask(asked, server=saying("{}"), stream=stream)
+    response = reply.frames[-1]["response"] if stream else reply.json
+    assert (response["text"]["format"], response["tool_choice"]) == told
+
+
+def test_what_is_not_included_is_told() -> None:
+    reply = ask(include=["reasoning.encrypted_content", "message.output_text.logprobs", 5])
+    assert reply.status == 200
+    assert reply.headers["x-kvflash-ignored"] == "include.message.output_text.logprobs, include.5"
+    assert "x-kvflash-ignored" not in ask(include=["reasoning.encrypted_content"]).headers
