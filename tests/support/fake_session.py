@@ -18,7 +18,7 @@ import numpy as np
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
-from kvflash_ggml.host import slabs
+from kvflash_ggml.host import slabs, spill
 from kvflash_ggml.host.image import NOWHERE
 from kvflash_ggml.pool.masks import FREE
 from kvflash_ggml.pool.plan import ABSENT
@@ -62,7 +62,7 @@ def small_slabs(pages: int = 3) -> Iterator[None]:
 
     with (
         mock.patch.object(slabs, "SLAB_BYTES", pages * PAGE_BYTES),
-        mock.patch.object(slabs.tempfile, "TemporaryFile", spill_file),
+        mock.patch.object(spill.tempfile, "TemporaryFile", spill_file),
     ):
         FaultyFile.trouble = None
         yield
