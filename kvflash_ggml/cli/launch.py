@@ -178,7 +178,7 @@ PROGRAMS: Mapping[str, Program] = {
 }
 
 
-@click.command(context_settings=HELP | {"auto_envvar_prefix": "KVFLASH", "allow_interspersed_args": False})
+@click.command(context_settings=HELP | {"auto_envvar_prefix": "KVFLASH", "ignore_unknown_options": True})
 @click.option("--url", metavar="URL", help="A server that runs already.  [default: http://127.0.0.1:PORT]")
 @click.option(
     "--port",
@@ -211,12 +211,12 @@ def launch(
     program: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Start a coding agent on a server of this package, and change no file.
+    """Start a coding agent on a server of this package, and change no file. What follows -- goes to the program.
 
     \b
     kvflash-run launch claude                                  on the server at port 8080
-    kvflash-run launch -m model.gguf codex -- exec "Fix it"    on a server of its own
-    kvflash-run launch --dry-run opencode                      what to set
+    kvflash-run launch codex -m model.gguf -- exec "Fix it"    on a server of its own
+    kvflash-run launch opencode --dry-run                      what to set
     """
     typed = [name for name in ("url", "port", "model") if _is_typed(ctx, name)]
     if typed[:1] == ["url"] and len(typed) > 1:
@@ -231,7 +231,7 @@ def launch(
         raise click.UsageError(f"there is no program {wanted.file!r} on the PATH: {wanted.install}")
     with _served(url, port, api_key, model, dry_run=dry_run) as served:
         told = wanted.tells(served)
-        line = [*told.arguments, *(arguments[1:] if arguments[:1] == ("--",) else arguments)]
+        line = [*told.arguments, *arguments]
         for name, value in told.environment.items():
             shown = value if api_key == "none" else value.replace(json.dumps(api_key)[1:-1], "...")
             note(f"{name}={shlex.quote(shown)}")

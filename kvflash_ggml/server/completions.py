@@ -84,7 +84,7 @@ def check_gap(front: Front, what: str) -> None:
             f"{what} is not served: {front.settings.alias!r} has no FIM tokens, so it cannot fill a gap: serve a model "
             f"that was trained to, such as Qwen2.5-Coder",
             code="not_served",
-            param=what,
+            param=None if what.startswith("/") else what,
         )
 
 

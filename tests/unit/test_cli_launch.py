@@ -146,6 +146,17 @@ def test_the_key_is_shown_nowhere(url: str) -> None:
         assert "secret" not in run("--url", url, "--api-key", "secret", "--dry-run", program).output
 
 
+def test_options_may_stand_behind_the_program(url: str, programs: Path) -> None:
+    """Up to a double dash; what launch does not know is the program's there too."""
+    result = run("claude", "--url", url, "--dry-run", "-p", "go", "--api-key", "secret")
+    assert result.exit_code == 0, result.output
+    assert result.output.endswith("claude -p go\n")
+    assert not (programs / "claude.said").exists()
+    assert run("claude", "-p", "--url", url, "--api-key", "secret", "--", "--dry-run", "--port", "x").exit_code == 7
+    assert (programs / "claude.said").read_text().splitlines()[0] == "-p --dry-run --port x"
+    assert run("claude", "--port", "99999").exit_code == 2
+
+
 def test_a_later_double_dash_is_the_programs(url: str, programs: Path) -> None:
     run("--url", url, "--api-key", "secret", "claude", "--", "-p", "--", "-x")
     assert (programs / "claude.said").read_text().splitlines()[0] == "-p -- -x"

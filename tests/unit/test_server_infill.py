@@ -106,6 +106,7 @@ def test_what_cannot_be() -> None:
     refused, _ = ask("/infill", VIM, {})
     assert (refused.status, refused.json["error"]["code"]) == (501, "not_served")
     assert "'fake' has no FIM tokens" in refused.message
+    assert refused.json["error"]["param"] is None, "a path is no field"
     for wrong in ({"input_prefix": None}, {"input_suffix": 1}, {"input_extra": [{"filename": "x"}]}, {"prompt": [1]}):
         assert ask("/infill", {**VIM, **wrong}, PLAIN)[0].status == 400
     assert ask("/v1/completions", {"prompt": [97], "suffix": "b"}, PLAIN)[0].status == 400
