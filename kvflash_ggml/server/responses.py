@@ -538,6 +538,7 @@ class ResponseAnswer(AnswerWriter):
     ) -> dict[str, Any]:
         """Describe the response. The tools and the schema, which clients know, are not told again."""
         asked, form = self._asked, (self._asked.text or {}).get("format") or {"type": "text"}
+        of_schema = {"name": str(form.get("name") or "")[:64], "schema": {}}  # clients want it to have both
         return {
             "id": self.id,
             "object": "response",
@@ -554,7 +555,7 @@ class ResponseAnswer(AnswerWriter):
             "previous_response_id": asked.previous_response_id,
             "store": asked.store,
             "temperature": asked.temperature,
-            "text": {"format": {"type": form["type"]}},
+            "text": {"format": {"type": form["type"], **(of_schema if form["type"] == "json_schema" else {})}},
             "tool_choice": _chosen(asked.tool_choice or "auto"),
             "tools": [],
             "top_p": asked.top_p,

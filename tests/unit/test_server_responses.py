@@ -447,7 +447,7 @@ def test_a_response_is_erased() -> None:
         ({"text": {"format": {"type": "json_object"}}}, ({"type": "json_object"}, "auto")),
         (
             {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}}},
-            ({"type": "json_schema"}, "auto"),
+            ({"type": "json_schema", "name": "a", "schema": {}}, "auto"),
         ),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "name": "clock"}},
