@@ -10,6 +10,7 @@ from typing import Any, Literal
 import llama_cpp
 import numpy as np
 from llama_cpp import _internals as internals
+from llama_cpp._utils import suppress_stdout_stderr
 
 from ..arrays import Floats, Int32s, address
 from ..config import KVFlashConfig
@@ -114,7 +115,8 @@ class Embedder:
 
     def _open(self, pooling: Pooling | None) -> Any:
         params = _params(self._llm.context_params, self.most, pooling)
-        context = llama_cpp.llama_init_from_model(self._llm.model, params)
+        with suppress_stdout_stderr(disable=self._llm.verbose):
+            context = llama_cpp.llama_init_from_model(self._llm.model, params)
         if not context:
             raise HostMemoryError(
                 f"no context of {params.n_ctx} tokens could be made for embeddings: lower --embedding-tokens"

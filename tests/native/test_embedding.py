@@ -47,6 +47,19 @@ def llama(models: dict[str, Path], loaded: None) -> Iterator[Callable[..., Any]]
         llm.close()
 
 
+@pytest.mark.parametrize("pooling", [None, "last"])
+def test_the_library_keeps_its_log(
+    pooling: Any, models: dict[str, Path], llama: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without `verbose`, also of a model whose file names no pooling."""
+    from kvflash_ggml.llama.serving import embedder_of
+
+    llm = llama(models["dense"], n_ctx=1024, kvflash=POOL)
+    capfd.readouterr()
+    assert embedder_of(llm, pooling=pooling, most_tokens=256).pooling == (pooling or "mean")
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_as_upstream(kind: str, pooling: Any, models: dict[str, Path], llama: Callable[..., Any]) -> None:
