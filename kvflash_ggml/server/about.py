@@ -60,7 +60,9 @@ def entry(name: str, created: int, meta: Mapping[str, Any], **more: Any) -> dict
 def _anthropics(entry: dict[str, Any]) -> dict[str, Any]:
     """Translate an entry into what Anthropic's clients know."""
     made = datetime.fromtimestamp(entry["created"], timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return {"type": "model", "id": entry["id"], "display_name": entry["id"], "created_at": made}
+    n_ctx = entry["meta"].get("n_ctx")  # none of a model that is not loaded
+    bounds = {"max_input_tokens": n_ctx, "max_tokens": n_ctx}
+    return {"type": "model", "id": entry["id"], "display_name": entry["id"], "created_at": made, **bounds}
 
 
 def listed(request: HttpRequest, entries: Sequence[dict[str, Any]]) -> Response:

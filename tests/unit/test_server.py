@@ -431,7 +431,8 @@ def test_models_as_anthropics_clients_want_them() -> None:
         said = Server().get(path, anthropic_version="2023-06-01").json
         (one,) = said.get("data", [said])
         assert datetime.fromisoformat(one.pop("created_at").replace("Z", "+00:00")).year > 2000
-        assert one == {"type": "model", "id": "fake", "display_name": "fake"}
+        bounds = {"max_input_tokens": FakeModel().n_ctx, "max_tokens": FakeModel().n_ctx}
+        assert one == {"type": "model", "id": "fake", "display_name": "fake", **bounds}
         if "data" in said:
             assert (said["has_more"], said["first_id"], said["last_id"]) == (False, "fake", "fake")
 
