@@ -149,7 +149,7 @@ def test_other_readers_read_them(tmp_path: Path) -> None:
 def test_types_made_without_the_library_are_ggmls_own(loaded: None, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = np.random.default_rng(3).standard_normal((16, 256)).astype(np.float32)
     ours = encoding.encode(rows, types.BY_NAME[kind])
-    monkeypatch.setattr(types, "WITHOUT_LIBRARY", set[str]())
+    monkeypatch.setattr(encoding, "WITHOUT_LIBRARY", set[str]())
     assert quantize.encode_natively(rows, types.BY_NAME[kind]).tobytes() == ours.tobytes()
 
 
