@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -46,8 +47,9 @@ def main() -> None:
 @main.command(name="random-model")
 @click.argument("path", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--shape", default="27b", show_default=True, help="27b, 27b-attention, 35b-a3b, tiny or tiny-moe.")
+@click.option("--vocab", type=click.IntRange(257, 1 << 20), help="Tokens of the vocabulary.  [default: the shape's]")
 @click.option("--words", is_flag=True, help="With a made-up vocabulary: text goes in and out, as a server needs it.")
-def random_model(path: Path, shape: str, words: bool) -> None:
+def random_model(path: Path, shape: str, vocab: int | None, words: bool) -> None:
     """Write a random-weight GGUF with the shape of a real hybrid model, for speed measurements.
 
     Such a model finds nothing, so a file beside it names as many retrieval heads as a real one has.
@@ -56,7 +58,8 @@ def random_model(path: Path, shape: str, words: bool) -> None:
 
     if shape not in SHAPES:
         raise click.BadParameter(f"{shape!r} is none of {', '.join(SHAPES)}", param_hint="--shape")
-    write(path, SHAPES[shape], words=words)
+    one = SHAPES[shape] if vocab is None else replace(SHAPES[shape], vocab=vocab)
+    write(path, one, words=words)
     heads = path.with_suffix(".heads.json")
     write_heads(heads, path, SHAPES[shape])
     click.echo(f"{path}: {path.stat().st_size / 2**30:.2f} GiB; heads for --heads in {heads}", err=True)

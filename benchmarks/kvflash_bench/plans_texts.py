@@ -381,7 +381,7 @@ class Overload(UnderLoad):
 
 # --- several sequences
 
-QUESTIONS = ("decode", "clients", "outgrow", "gap", "recall", "latency", "agents", "long")
+QUESTIONS = ("decode", "clients", "outgrow", "gap", "recall", "latency", "agents", "long", "draw")
 """Of `seats`."""
 
 
@@ -393,7 +393,8 @@ class Seats(OfText):
     answers that ask at once. outgrow: do chats finish that outgrow the pool together? gap: how long answers stand still
     while another prompt is read. recall: what is answered right by sequences together, and by each alone. latency: one
     client's answers by servers of one sequence and of several, in turns. agents: sessions with tools, of as many users
-    at once, and one after the other. long: tokens a second of long texts, on a pool and whole.
+    at once, and one after the other. long: tokens a second of long texts, on a pool and whole. draw: what it takes to
+    draw one token from its logits.
     """
 
     questions: tuple[str, ...] = option("decode,clients,outgrow", f"Of {', '.join(QUESTIONS)}.", type=Names())
@@ -415,7 +416,7 @@ class Seats(OfText):
     pool: int | None = option(
         None, "Of decode: tokens of the pool in all, or of stock's cache, instead of --share.", type=Number()
     )
-    steps: int = option(64, "Decode steps that are timed.", type=COUNT)
+    steps: int = option(64, "Decode steps that are timed. Of draw: rows.", type=COUNT)
     serve: str = option("", "More options of our server, as one word: '--pool-share strict'.")
     clients: int = option(16, "Of clients.", type=COUNT)
     prompt: int = option("64", "Tokens of each client's prompt.", type=Number())

@@ -39,7 +39,7 @@ LEAST_SHARE = 512
 def run(model: str, plan: Seats, options: dict[str, Any]) -> None:
     measures: dict[str, Callable[[str, Seats, dict[str, Any]], list[Row]]] = {
         "decode": _decode, "clients": _clients, "outgrow": _outgrow, "gap": _gap, "recall": _recall,
-        "latency": _latency, "agents": _agents, "long": _long,
+        "latency": _latency, "agents": _agents, "long": _long, "draw": _draw,
     }  # fmt: skip
     found: dict[str, list[Row]] = {}
     for question in plan.questions:
@@ -132,6 +132,17 @@ def _kept(model: str, plan: Seats, options: dict[str, Any], length: int, share: 
         except MemoryError as err:
             _tell(length=length, share=share, sequences=counts.pop(), error=str(err))
     return None
+
+
+def _draw(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
+    """Processor time of a draw. whole_us: from a list of all tokens. same: draws of the same token in both ways."""
+    from . import together  # here: it needs the library
+
+    rows = plan.steps * plan.repeats
+    return [
+        asdict(one) | {"gain": one.whole_us / one.draw_us}
+        for one in together.draws(model, rows, seed=plan.seed, options=options)
+    ]
 
 
 def _recall(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:

@@ -10,10 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import llama_cpp
 import numpy as np
 
 from kvflash_ggml.constants import CHUNK, round_up
 from kvflash_ggml.llama.serving import texts_of
+from kvflash_ggml.runtime.samplers import chain
+from kvflash_ggml.sampling import Samplers
 from kvflash_ggml.sequence import together
 from kvflash_ggml.sequence.step import LAST
 
@@ -58,6 +61,28 @@ class Kept:
     read_s: float
     swap_s: float
     device_bytes: int
+
+
+SAMPLERS = {
+    "usual": Samplers(temperature=0.7),
+    "penalties": Samplers(temperature=0.7, presence_penalty=1.5),
+    "likeliest": Samplers(temperature=0),
+}
+"""Settings that `draws` measures; all others are the defaults."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """Medians of the processor's microseconds to draw a token. whole_us: from a list of all tokens of the vocabulary.
+    same: of `draws` in each way.
+    """
+
+    sampling: str
+    vocabulary: int
+    draw_us: float
+    whole_us: float
+    draws: int
+    same: int
 
 
 @contextmanager
@@ -148,6 +173,45 @@ def _timed(found: Sequence[Opened], steps: Sequence[Sequence[int]]) -> Pace:
         look_us=(_look_seconds(texts) - looks) / decode * 1e6,
         page_ins=_page_ins(texts) - page_ins,
     )
+
+
+def draws(model: str, rows: int, *, seed: int, options: dict[str, Any]) -> list[Drawn]:
+    """Draw a token from each of so many rows of logits, in two ways in turns."""
+    random, found = np.random.default_rng(seed), []
+    with texts_on(model, 1, CHUNK * 8, n_ctx=CHUNK * 8 + len(SAMPLERS) * rows, options=options) as (text,):
+        text.evaluate(random.integers(10, 200, CHUNK).tolist())
+        text.seed = seed
+        context, vocabulary = text.model.context, text.model.n_vocab
+        for name, asked in SAMPLERS.items():
+            ways = [chain(text, asked, text.ids), _of_all(chain(text, asked, text.ids), vocabulary)]
+            tokens, spent = list[list[int]](), list[list[int]]()
+            for at, token in enumerate(random.integers(10, 200, rows).tolist()):
+                text.evaluate([token])
+                row, drawn, times = text.logits_at(text.n_tokens - 1), [0, 0], [0, 0]
+                for way in (0, 1) if at % 2 else (1, 0):  # the first one finds the row in no cache
+                    began = time.thread_time_ns()
+                    drawn[way] = ways[way].sample(context, row)
+                    times[way] = time.thread_time_ns() - began
+                tokens.append(drawn)
+                spent.append(times)
+            draw_us, whole_us = (statistics.median(each) / 1e3 for each in zip(*spent, strict=True))
+            found.append(
+                Drawn(
+                    sampling=name, vocabulary=vocabulary, draw_us=draw_us, whole_us=whole_us, draws=rows,
+                    same=sum(few == all_of_them for few, all_of_them in tokens),
+                )
+            )  # fmt: skip
+    return found
+
+
+def _of_all(made: Any, vocabulary: int) -> Any:
+    """Return a chain that has to see all tokens: it begins with a bias, which is zero."""
+    count = llama_cpp.llama_sampler_chain_n(made.sampler)
+    behind = [llama_cpp.llama_sampler_chain_remove(made.sampler, 0) for _ in range(count)]
+    made.add_logit_bias(vocabulary, {0: 0.0})
+    for one in behind:
+        llama_cpp.llama_sampler_chain_add(made.sampler, one)
+    return made
 
 
 def _page_ins(texts: Sequence[Text]) -> int:

@@ -44,6 +44,14 @@ def test_long_texts_decode_together(models: dict[str, Path], loaded: None) -> No
         assert row["stock_tps"] is row["of_stock"] is None
 
 
+def test_a_token_is_drawn_in_two_ways(models: dict[str, Path], loaded: None) -> None:
+    rows = measured(models["dense"], "--questions", "draw", "--steps", "12")["draw"]
+    assert [row["sampling"] for row in rows] == ["usual", "penalties", "likeliest"]
+    for row in rows:
+        assert (row["vocabulary"], row["draws"], row["same"]) == (4096, 12, 12)
+        assert row["gain"] == row["whole_us"] / row["draw_us"] > 0
+
+
 def test_a_question_is_answered_as_well_beside_others(models: dict[str, Path], loaded: None) -> None:
     shape = ("--batches", "2", "--lengths", "600,1K", "--share", "512", "--trials", "4", "--rules", "strict,elastic")
     rows = measured(models["dense"], "--questions", "recall", *shape)["recall"]
