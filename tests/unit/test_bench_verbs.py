@@ -11,10 +11,11 @@ from types import ModuleType
 from typing import Any
 
 import click
+import gguf
 import pytest
 from click.testing import CliRunner, Result
 
-from kvflash_bench import busy
+from kvflash_bench import busy, main
 from kvflash_bench.options import Fractions, Number, Numbers
 from kvflash_bench.plans import Busy
 from kvflash_bench.verb import Plan, option, verb
@@ -141,3 +142,11 @@ def test_ways_to_wait_are_known() -> None:
     Busy(ways=("ours", "1000")).check()
     with pytest.raises(click.BadParameter, match="'often' is no number, and none of ours, passive"):
         Busy(ways=("ours", "often")).check()
+
+
+def test_a_random_model_has_the_vocabulary_that_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    line = ["random-model", str(path), "--shape", "tiny-moe", "--vocab", "300"]
+    assert CliRunner().invoke(main, line).exit_code == 0
+    tensors = {one.name: one.shape.tolist() for one in gguf.GGUFReader(path).tensors}
+    assert tensors["token_embd.weight"] == tensors["output.weight"] == [256, 300]
