@@ -217,7 +217,7 @@ class Answer:
         """
         assert self._steps is not None
         token = next(self._steps, "length")
-        if token is None or not isinstance(token, (int, str)):
+        if not isinstance(token, int | str):
             return token
         reason = token if isinstance(token, str) else self._take(token)
         if reason is not None:
