@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 
-from ..errors import ConfigError
+from ..errors import ConfigError, brief
 from ..native import vocabulary
 from ..notation import stop_texts
 from . import messages
@@ -172,10 +172,10 @@ def _requested(given: Mapping[str, Any]) -> ChatInput:
             known = named in tools
         except (KeyError, TypeError) as err:
             raise ConfigError(
-                f"tool_choice={choice!r}: 'auto', 'required', 'none', or a tool's function and its name"
+                f"tool_choice={brief(repr(choice))}: 'auto', 'required', 'none', or a tool's function and its name"
             ) from err
         if not known:
-            raise ConfigError(f"tool_choice names {named!r}, which is no tool: name one of `tools`")
+            raise ConfigError(f"tool_choice names '{brief(named)}', which is no tool: name one of `tools`")
         choice = "required"
     return ChatInput(messages=given["messages"], tools=given["tools"], choice=choice, named=named)
 

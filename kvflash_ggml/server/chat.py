@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from ..batching.messages import Event, Finished, Image, Logprob, Piece, Request, Started
 from ..chat.reader import Rendered
 from ..chat.values import ChatInput, Reasoning
-from ..errors import ContextFull
+from ..errors import ContextFull, brief
 from . import bodies, overflow
 from .errors import ApiError, blaming, invalid
 from .exchange import ChoiceAnswer, dumps
@@ -228,7 +228,7 @@ def _answered(given: ChatInput, asked: ChatRequest, *, formatted: bool) -> ChatI
     if choice == "required" and not given.tools:
         raise invalid("tool_choice", "it asks for a call, and there are no tools")
     if named is not None and named not in {tool["function"]["name"] for tool in given.tools}:
-        raise invalid("tool_choice", f"it names {named!r}, which is no tool")
+        raise invalid("tool_choice", f"it names '{brief(named)}', which is no tool")
     reasoning: Reasoning = "none" if formatted or asked.reasoning_format == "none" else "auto"
     return replace(given, choice=choice, named=named, parallel=asked.parallel_tool_calls, reasoning=reasoning)
 

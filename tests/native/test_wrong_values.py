@@ -143,6 +143,11 @@ TOOL = {"type": "function", "function": {"name": "get"}}
         ({"tools": [TOOL], "tool_choice": {"function": {"name": ["get"]}}}, r"tool_choice=\{'function': .*: 'auto'"),
         ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice='sometimes': 'auto'"),
         ({"tools": [TOOL], "tool_choice": {"function": {"name": "put"}}}, "tool_choice names 'put'"),
+        (
+            {"tools": [TOOL], "tool_choice": {"function": {"name": "p" * 9999}}},
+            r"tool_choice names 'p{100}\.\.\.', which",
+        ),
+        ({"tools": [TOOL], "tool_choice": "p" * 9999}, r"tool_choice='p{99}\.\.\.: 'auto'"),
     ],
 )
 def test_tools_that_are_none(settings: dict[str, Any], why: str, llama: Any) -> None:

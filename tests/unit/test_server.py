@@ -1055,6 +1055,11 @@ TOOLS = [
 ]
 
 
+def test_a_tool_that_is_none_is_named_in_brief() -> None:
+    reply = chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "x" * 9999}})
+    assert (reply.status, f"it names '{'x' * 100}...', which is no tool" in reply.message) == (400, True)
+
+
 def replying(text: str, template: str | None = TEMPLATE) -> Server:
     return Server(FakeModel(reply=lambda prompt: text.encode()), FakePrompts(template=template))
 
