@@ -75,6 +75,9 @@ _ADAPTER = (
 _MOST_TEXT, _MOST_FLOAT = 127, 3.4028234663852886e38
 """Bytes of a text, and the largest number, that can take the place of a field."""
 
+_MOST_OF_PROJECTORS = {"block_count": _MOST_LAYERS, "preproc_min_tiles": 256, "preproc_max_tiles": 256}
+"""How keys of projectors end that memory is taken for, and the most that they may be."""
+
 _DRAFTERS = {"dflash": "a DFlash drafter", "eagle3": "an EAGLE3 drafter"}
 
 
@@ -343,7 +346,7 @@ def _planes(shape: tuple[int, ...]) -> tuple[int, ...]:
 def check_projector(path: Path) -> None:
     """Raise ConfigError unless `path` is a projector of images or sound (mmproj), as far as its head says.
 
-    ConversionError for tensors of a type that would end the process.
+    ConversionError for numbers and types of tensors that would end the process, or take all memory.
     """
     try:
         file = reader.read(path)
@@ -354,8 +357,11 @@ def check_projector(path: Path) -> None:
             f"mmproj (--mmproj) {path} is no projector of images: give the file that was made beside the model's, "
             "which is often called mmproj"
         )
-    for key, value, wanted in _wrong_types(file):
-        raise ConversionError(file.name, key, found=value, wanted=wanted, remedy=_REMEDY)
+    check_numbers(file)
+    for name, field in file.fields.items():
+        for end, most in _MOST_OF_PROJECTORS.items():
+            if name.endswith(end) and type(field.value) is int and field.value > most:
+                raise ConversionError(file.name, name, found=field.value, wanted=f"at most {most}", remedy=_REMEDY)
 
 
 def check_reader(path: Path) -> None:

@@ -482,3 +482,20 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_name_that_is_too_long(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read \(File name too long\)"):
         reader.check(tmp_path / ("a" * 300))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("vision.attention.layer_norm_epsilon", -1.0, "0 or more"),
+        ("audio.attention.layer_norm_epsilon", math.nan, "0 or more"),
+        ("vision.swiglu_clamp", math.inf, "a finite number"),
+        ("vision.block_count", 20_000_000, "at most 512"),
+        ("vision.preproc_max_tiles", 2**31 - 2, "at most 256"),
+    ],
+)
+def test_numbers_of_a_projector_that_cannot_be(tmp_path: Path, key: str, value: float, wanted: str) -> None:
+    fields = [Field.of("general.architecture", "clip"), Field.of(f"clip.{key}", value)]
+    with pytest.raises(ConversionError, match=rf"clip\.{key} is {value}; wanted: {wanted}"):
+        purpose.check_projector(write_gguf(tmp_path / "mmproj.gguf", fields, WEIGHT))
+    purpose.check_projector(write_gguf(tmp_path / "whole.gguf", fields[:1], WEIGHT))
