@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import Floats
-from ..errors import ConfigError, HostMemoryError
+from ..errors import HostMemoryError
 from ..media.files import MediaLimits
 from ..media.rows import LIMIT, Medium
 from . import vision
@@ -154,7 +154,7 @@ class ImageReader:
     def split(self, data: bytes, limits: MediaLimits, name: str) -> tuple[_Told, list[_Part]]:
         """Return what stands for an image or a sound of this name, and its parts to encode. Raises as `read`."""
         encoder = self.encoder
-        mtmd, context = encoder.mtmd, encoder.context
+        mtmd = encoder.mtmd
         bitmap = encoder.bitmap(data, limits, name)
         try:
             chunks = mtmd.mtmd_input_chunks_init()
@@ -163,13 +163,9 @@ class ImageReader:
             text.text = mtmd.mtmd_default_marker()
             text.text_len, text.add_special, text.parse_special = len(text.text), False, True
             bitmaps = (mtmd.mtmd_bitmap_p_ctypes * 1)(bitmap)
-            code = mtmd.mtmd_tokenize(context, chunks, ctypes.byref(text), bitmaps, 1)
+            encoder.cut(chunks, ctypes.byref(text), bitmaps, f"an image or a sound of {len(data)} bytes")
         finally:
             mtmd.mtmd_bitmap_free(bitmap)
-        if code:
-            raise ConfigError(
-                f"the projector cannot take an image or a sound of {len(data)} bytes ({code}): send it in another size"
-            )
         tokens: list[int] = []
         told: list[Medium] = []
         parts: list[_Part] = []

@@ -25,7 +25,7 @@ from ..config import NGRAM
 from ..errors import ConfigError, DecodeError
 from ..gguf import purpose
 from ..media.rows import MOST, MediaRows, Medium, numbers_of
-from ..native.guard import guarded
+from ..native.guard import guarded, reason
 from ..placement import memory
 
 if TYPE_CHECKING:
@@ -211,6 +211,15 @@ class Encoder:
         mtmd.mtmd_bitmap_set_id(bitmap, (name or name_of(data)).encode())
         return bitmap
 
+    def cut(self, chunks: Any, text: Any, bitmaps: Any, what: str) -> None:
+        """Cut a text with media into chunks, as `mtmd_tokenize`. ConfigError if the projector cannot take `what`."""
+        reason()  # of an earlier call
+        if code := self.mtmd.mtmd_tokenize(self.context, chunks, text, bitmaps, len(bitmaps)):
+            raise ConfigError(
+                f"the projector {self._name} cannot take {what} ({reason() or code}): send another size, or convert "
+                "the projector again"
+            )
+
     def medium(self, chunk: Any, part: int) -> Medium:
         """What stands for an image or a sound, or a part of one. part: its number, of one that is cut in several.
 
@@ -265,9 +274,13 @@ class Encoder:
     def encode(self, chunk: Any, count: int) -> Floats:
         """Return the embeddings of a chunk of so many rows, [count, width]. DecodeError if its encoder fails."""
         with self._lock:
+            reason()  # of an earlier call
             code = self.mtmd.mtmd_encode_chunk(self.context, chunk)
             if code:
-                raise DecodeError(f"the encoder answered {code} for an image or a sound of {count} rows")
+                raise DecodeError(
+                    f"the projector {self._name} cannot encode an image or a sound of {count} rows "
+                    f"({reason() or code}): send another size, or convert the projector again"
+                )
             data = self.mtmd.mtmd_get_output_embd(self.context)
             made: Floats = np.ctypeslib.as_array(data, shape=(count, self._width)).copy()
         return made
@@ -349,6 +362,11 @@ class _Mtmd:
     def mtmd_helper_bitmap_init_from_buf(self, ctx: Any, data: Any, *rest: Any) -> Any:
         """As upstream, but for where the file is decoded. ConfigError if it cannot be."""
         return self._encoder.bitmap(bytes(data))
+
+    def mtmd_tokenize(self, ctx: Any, chunks: Any, text: Any, bitmaps: Any, count: int) -> int:
+        """As upstream. ConfigError for what the projector cannot take."""
+        self._encoder.cut(chunks, text, bitmaps, f"{count} images or sounds")
+        return 0
 
     def mtmd_helper_eval_chunk_single(
         self, ctx: Any, context: Any, chunk: Any, n_past: Any, seq: Any, n_batch: int, last: bool, new_n_past: Any

@@ -1,4 +1,4 @@
-"""Assertions of ggml as errors, while a file is loaded that somebody else has made."""
+"""Why llama.cpp has refused a file that somebody else has made, as an error."""
 
 from __future__ import annotations
 
@@ -11,26 +11,20 @@ from ._kvf import ffi, lib
 
 @contextmanager
 def guarded(what: str) -> Iterator[None]:
-    """Load a file in the block: an assertion that fails on this thread ends the load, and not the process.
+    """Load a projector in the block, or cut an image into its parts.
 
-    Nothing may be computed in it. what: names the file. ConfigError, in place of the loader's own error, with the
-    assertion.
+    what: names the file. ConfigError, in place of upstream's own error, with what llama.cpp says.
     """
-    lib.kvf_guard_begin()
+    reason()  # of an earlier call
     try:
         yield
     except Exception as err:
-        if failed := _end():
-            raise ConfigError(f"{what} cannot be used: llama.cpp says {failed}: convert it again") from err
+        if said := reason():
+            raise ConfigError(f"{what} cannot be used: llama.cpp says {said}: convert it again") from err
         raise
-    except BaseException:
-        _end()
-        raise
-    else:
-        _end()
 
 
-def _end() -> str:
-    """End the guard. Return the assertion that has failed, without its folder; "" for none."""
-    text: str = ffi.string(lib.kvf_guard_end()).decode("utf-8", "replace")
-    return text.rpartition("/")[2]
+def reason() -> str:
+    """Return why libmtmd refused what this thread last gave it, "" if it did not. It tells it once."""
+    text: str = ffi.string(lib.kvf_guard_reason()).decode("utf-8", "replace")
+    return text.removeprefix("operator(): ")

@@ -160,10 +160,8 @@ int64_t         kvf_sizeof(int which);  // 0 llama_context_params, 1 llama_model
 // Why the last call of this thread that failed did.
 const char *    kvf_last_error(void);
 
-// Between these an assertion of ggml on this thread is an exception, which loaders of files catch. Nothing may be computed
-// there. The assertion that has failed, or "".
-void            kvf_guard_begin(void);
-const char *    kvf_guard_end(void);
+// Why libmtmd has refused a projector, or an image, on this thread; "" if it has not since this was asked.
+const char *    kvf_guard_reason(void);
 
 // The next context made by this thread gets a pool of so many cells (0: stock behaviour) and keeps query_rows queries.
 void            kvf_set_pool(uint32_t cells, uint32_t query_rows);
