@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import ConfigError
 
 _BYTES = {name: byte for byte in range(256) for name in (b"<0x%02X>" % byte, bytes([byte]))}
-NONE = "this model's file has no vocabulary: give it tokens (generate, eval) instead of text"
+_NONE = "this model's file has no vocabulary: give it tokens (generate, eval) instead of text"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
@@ -66,7 +66,7 @@ def check(text: bytes, tokens: frozenset[bytes] | None) -> None:
     if tokens is None:
         return
     if not tokens:
-        raise ConfigError(NONE)
+        raise ConfigError(_NONE)
     for letter in sorted({*text.decode("utf-8", "surrogateescape"), *" "[: len(text)]}):
         coded = letter.replace(" ", _SPACE).encode("utf-8", "surrogateescape")
         named = (b"<0x%02X>" % byte in tokens or bytes([byte]) in tokens for byte in coded)
@@ -101,7 +101,7 @@ def piece(vocab: Any, token: int, *, special: bool) -> bytes:
     import llama_cpp
 
     if llama_cpp.llama_vocab_type(vocab) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
-        raise ConfigError(NONE)
+        raise ConfigError(_NONE)
     size = 64
     while True:
         buffer = (ctypes.c_char * size)()

@@ -28,7 +28,10 @@ HEAD = """
 typedef uint16_t ggml_fp16_t;
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 static float table[1 << 16];
+#define GGML_RESTRICT
 #define GGML_CPU_FP16_TO_FP32(x) table[x]
+static uint16_t half(float x) { _Float16 h = (_Float16) x; uint16_t bits; memcpy(&bits, &h, 2); return bits; }
+#define GGML_CPU_FP32_TO_FP16(x) half(x)
 """
 DOORS = """
 extern "C" {
@@ -36,6 +39,7 @@ void fill(const float * values) { memcpy(table, values, sizeof(table)); }
 void transpose(float * dst, int64_t stride, const char * src, size_t nb, int64_t rows, int64_t n) {
     transpose_f16(dst, stride, src, nb, rows, n);
 }
+void add(int n, uint16_t * y, const uint16_t * x, float v) { ggml_vec_mad_f16(n, y, x, v); }
 float largest(int n, const float * x) { float s; ggml_vec_max_f32(n, &s, x); return s; }
 }
 """
@@ -58,7 +62,11 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         pytest.skip(f"runs code for a CPU with {FLAGS[request.param]}")
     folder = tmp_path_factory.mktemp("tiles")
     source, made = folder / "tiles.cpp", folder / "tiles.so"
-    parts = function("ops.cpp", "transpose_f16"), function("vec.h", "ggml_vec_max_f32")
+    parts = (
+        function("ops.cpp", "transpose_f16"),
+        function("vec.h", "ggml_vec_max_f32"),
+        function("vec.h", "ggml_vec_mad_f16"),
+    )
     source.write_text("\n".join([HEAD, *parts, DOORS]))
     subprocess.run(
         [compiler, *request.param.split(), "-std=c++17", "-shared", "-fPIC", "-o", str(made), str(source)], check=True
@@ -90,3 +98,13 @@ def test_maxima_are_found_at_every_place(library: ctypes.CDLL, count: int, seed:
         values[:] = -np.inf
     got = library.largest(ctypes.c_int(count), values.ctypes.data_as(ctypes.c_void_p))
     assert got == (values.max() if count else -np.inf)
+
+
+@given(count=st.integers(0, 200), seed=st.integers(0, 99), eighths=st.integers(0, 8))
+def test_values_left_over_are_added_as_single_ones(library: ctypes.CDLL, count: int, seed: int, eighths: int) -> None:
+    """A weight of few digits makes the sum exact in float64, so that it is rounded once, as by a fused operation."""
+    y, x = np.random.default_rng(seed).standard_normal((2, count)).astype(np.float16)
+    want = (y.astype(np.float64) + x.astype(np.float64) * (eighths / 8)).astype(np.float32).astype(np.float16)
+    pointers = y.ctypes.data_as(ctypes.c_void_p), x.ctypes.data_as(ctypes.c_void_p)
+    library.add(ctypes.c_int(count), *pointers, ctypes.c_float(eighths / 8))
+    np.testing.assert_array_equal(y.view(np.int16), want.view(np.int16))
