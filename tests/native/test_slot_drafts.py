@@ -124,7 +124,7 @@ def test_without_evictions_drafts_change_no_answer(
             assert len(drawn) > MOST - WIDTH
             assert (own.scores[299 : own.n_tokens - 1].argmax(axis=1) == drawn).all()
         several = [count for seqs, count in steps if seqs == SLOTS]
-        assert kind == "dense" or {*several} <= {SLOTS * n for n in (1, 2, 3, 4, 6, 8)}
+        assert kind == "dense" or not any(count % SLOTS for count in several)
         assert width is None or max(several) > SLOTS
         filled = sum(seqs for seqs, count in steps if count == seqs * WIDTH) - llm.kvflash.spec.total.steps
         assert width is None or (filled > 0) == (kind == "hybrid"), "texts without a draft in a step of drafts"
