@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError, ConversionError, brief
 from . import heads, reader
@@ -24,12 +24,14 @@ OLD_DFLASH = ("dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
 _TOKENS = "tokenizer.ggml.tokens"
 _NO_VOCABULARY = ("no_vocab", "none")
 _REMEDY = "Fetch the file again, or convert it anew."
+_OVERRIDES = "kv_overrides (--override-kv)"
+_OTHER = "Leave it out, or give another value."
 _MOST_LAYERS, _MOST_EXPERTS, _MOST_COUNT = 512, 1024, (1 << 31) - 1
 _DIVISORS = ("full_attention_interval", "ssm.inner_size", "ssm.state_size", "ssm.conv_kernel", "ssm.time_step_rank")
 """Counts that llama.cpp divides by, or makes tensors of."""
 
 _SCALINGS = ("none", "linear", "yarn", "longrope")
-_SHAPE = ("_count", "_interval", "_kernel", "_layers", "_length", "_rank", "_size", "_step")
+_SHAPE = ("_count", "_count_kv", "_interval", "_kernel", "_layers", "_length", "_rank", "_size", "_step")
 _NO_SHAPE = ("context_length", "temperature_length", "expert_used_count", "nextn_predict_layers")
 """How keys end that say which shape the weights have, and which of them do not."""
 
@@ -100,6 +102,7 @@ def check_model(path: Path, *, vocab_only: bool = False, overrides: Mapping[str,
     opened, which every file may have. overrides: values in the place of fields. A path that does not exist, and a head
     that cannot be read, are left to llama.cpp.
     """
+    _check_forms(overrides or {})
     reader.check(path)
     if not path.exists():
         return
@@ -108,14 +111,17 @@ def check_model(path: Path, *, vocab_only: bool = False, overrides: Mapping[str,
         found = None if vocab_only else part(file)
     except (ConversionError, OSError):
         return
+    changed = _overridden(file, overrides) if overrides else None
     check_texts(file)
+    if changed is not None:
+        check_texts(changed, _OTHER)
     if vocab_only:
         return
     if found is not None:
         raise ConfigError(f"{path} is {found.what}, which cannot be opened as a model. {found.use}")
     check_numbers(file)
-    if overrides:
-        check_numbers(_overridden(file, overrides), "Leave it out, or give another value.")
+    if changed is not None:
+        check_numbers(changed, _OTHER)
 
 
 def check_head(file: GGUF) -> None:
@@ -124,7 +130,7 @@ def check_head(file: GGUF) -> None:
     check_numbers(file)
 
 
-def check_texts(file: GGUF) -> None:
+def check_texts(file: GGUF, remedy: str = _REMEDY) -> None:
     """Raise ConversionError for a key or a text of the head that is not UTF-8, and for a token that is there twice.
 
     Upstream decodes all keys and texts. llama.cpp ends the process for two equal tokens, whatever splits a text.
@@ -132,9 +138,9 @@ def check_texts(file: GGUF) -> None:
     for name, field in file.fields.items():
         for text in (name, field.value if field.kind == TEXT else ""):
             if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-                raise ConversionError(file.name, name, found=text, wanted="text in UTF-8", remedy=_REMEDY)
+                raise ConversionError(file.name, name, found=text, wanted="text in UTF-8", remedy=remedy)
     if twice := _twice(file):
-        raise ConversionError(file.name, _TOKENS, found=twice, wanted="each token once", remedy=_REMEDY)
+        raise ConversionError(file.name, _TOKENS, found=twice, wanted="each token once", remedy=remedy)
 
 
 def _twice(file: GGUF) -> str:
@@ -263,31 +269,51 @@ def _count(file: GGUF, key: str) -> int:
     return max(found, default=0)
 
 
-def _overridden(file: GGUF, overrides: Mapping[str, object]) -> GGUF:
-    """Return the head as llama.cpp reads it with `overrides`. ConfigError for a value that it would not read so."""
-    fields, own = dict(file.fields), f"{file.architecture}."
+def _check_forms(overrides: Mapping[str, object]) -> None:
+    """Raise ConfigError for a key or a value that llama.cpp cannot be given, whatever the file is.
+
+    It reads both up to a zero byte. So a key with one would replace another field than the field that is checked here.
+    """
     for name, value in overrides.items():
-        field = fields.get(name)
+        if not (isinstance(name, str) and name and _fits(name)):
+            wanted = f"1 to {_MOST_TEXT} bytes of UTF-8, none of them zero"
+            raise ConfigError(f"{_OVERRIDES} has the key {brief(name)}; wanted: {wanted}. Give a key of the file.")
         if not isinstance(value, bool | int | float | str):
             wanted = "a bool, int, float or str"
-        elif field is not None and type(field.value) is not type(value):
-            wanted = f"the type of the file's value, which is {type(field.value).__name__}"
-        elif isinstance(value, str) and len(os.fsencode(value)) > _MOST_TEXT:
-            wanted = f"at most {_MOST_TEXT} bytes"
+        elif isinstance(value, str) and not _fits(value):
+            wanted = f"at most {_MOST_TEXT} bytes of UTF-8, none of them zero"
         elif isinstance(value, float) and not abs(value) <= _MOST_FLOAT:
             wanted = "a finite number of 32 bits"
         elif isinstance(value, int) and not -1 <= value < 1 << 32:
             wanted = f"-1 to {(1 << 32) - 1}"
-        elif (
-            name.startswith(own) and name.endswith(_SHAPE) and not name.endswith(_NO_SHAPE)
-            and (field is None or field.value != value)
-        ):  # fmt: skip
+        else:
+            continue
+        raise ConfigError(f"{_OVERRIDES} {name} is {brief(value)}; wanted: {wanted}. {_OTHER}")
+
+
+def _fits(text: str) -> bool:
+    """Return whether llama.cpp reads all of a text, and as it is."""
+    data = text.encode(errors="replace")
+    return data.decode() == text and 0 not in data and len(data) <= _MOST_TEXT
+
+
+def _overridden(file: GGUF, overrides: Mapping[str, Any]) -> GGUF:
+    """Return the head as llama.cpp reads it with `overrides`. ConfigError for a value that it would not read so."""
+    fields, own = dict(file.fields), f"{file.architecture}."
+    for name, value in overrides.items():
+        field = fields.get(name)
+        other = field is None or field.value != value
+        if field is not None and type(field.value) is not type(value):
+            wanted = f"the type of the file's value, which is {type(field.value).__name__}"
+        elif name == "general.architecture" and other:
+            wanted = "the file's own: the weights are of that architecture"
+        elif name.startswith(own) and name.endswith(_SHAPE) and not name.endswith(_NO_SHAPE) and other:
             wanted = "the file's own: the weights have that shape"
         else:
             fields[name] = Field.of(name, (1 << 32) - 1 if type(value) is int and value < 0 else value)
             continue
-        raise ConfigError(f"kv_overrides (--override-kv) {name} is {brief(value)}; wanted: {wanted}")
-    return replace(file, name="kv_overrides (--override-kv)", fields=fields)
+        raise ConfigError(f"{_OVERRIDES} {name} is {brief(value)}; wanted: {wanted}. {_OTHER}")
+    return replace(file, name=_OVERRIDES, fields=fields)
 
 
 def check_adapter(path: Path, model: Path) -> None:

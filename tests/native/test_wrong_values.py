@@ -53,6 +53,8 @@ def test_a_replaced_value_that_would_end_the_process(opens: Any) -> None:
     path = str(MODELS / "recall-qwen3-q8_0.gguf")
     with pytest.raises(KVFlashError, match=r"kv_overrides .*rms_epsilon is -1\.0; wanted: 0 or more"):
         opens(path, n_ctx=512, kv_overrides={"qwen3.attention.layer_norm_rms_epsilon": -1.0})
+    with pytest.raises(ConfigError, match=r"kv_overrides .*the key qwen3\.block_count\\x00; wanted: 1 to 127 bytes"):
+        opens(path, n_ctx=512, kv_overrides={"qwen3.block_count\0": 0})
 
 
 @pytest.mark.parametrize(

@@ -254,8 +254,13 @@ def test_texts_that_are_no_utf_8(tmp_path: Path, key: str) -> None:
         ("qwen3.context_length", -2, "-1 to 4294967295"),
         ("qwen3.rope.dimension_count", 32, "the file's own: the weights have that shape"),
         ("qwen3.block_count", 0, "the file's own: the weights have that shape"),
+        ("qwen3.attention.head_count_kv", 1 << 31, "the file's own: the weights have that shape"),
         ("qwen3.ssm.inner_size", 0, "the file's own: the weights have that shape"),
         ("general.name", "x" * 128, "at most 127 bytes"),
+        ("general.name", "\u00e9" * 64, "at most 127 bytes"),
+        ("general.name", "caf\udce9", "at most 127 bytes of UTF-8"),
+        ("tokenizer.ggml.model", "gpt2\0x", "at most 127 bytes of UTF-8, none of them zero"),
+        ("general.architecture", "llama", "the file's own: the weights are of that architecture"),
         ("general.url", None, "a bool, int, float or str"),
     ],
 )
@@ -270,6 +275,27 @@ def test_a_value_that_llama_cpp_would_misread(key: str, value: float | str | Non
 def test_a_value_that_ends_the_process_is_refused_in_place_of_a_sound_one(key: str, value: float | str) -> None:
     with pytest.raises(ConversionError, match=rf"kv_overrides \(--override-kv\): qwen3\.{key} is .*wanted: .*Leave it"):
         purpose.check_model(MODELS / "scorer-qwen3-q8_0.gguf", overrides={f"qwen3.{key}": value})
+
+
+@pytest.mark.parametrize(
+    "key", ["qwen3.block_count\0", "\0", "", "k" * 128, "\u00e9" * 64, "caf\udce9", 5, None, b"general.name"]
+)
+def test_a_key_that_llama_cpp_would_misread(tmp_path: Path, key: Any) -> None:
+    """With a zero byte it replaced the field before that byte, which no check had seen."""
+    for path in (MODELS / "scorer-qwen3-q8_0.gguf", tmp_path / "missing.gguf"):
+        for only in (False, True):
+            with pytest.raises(ConfigError, match=r"\(--override-kv\) has the key .*; wanted: 1 to 127 bytes of UTF-8"):
+                purpose.check_model(path, vocab_only=only, overrides={"general.name": "x", key: 0})
+
+
+def test_a_vocabulary_that_a_replaced_value_makes_unsound(tmp_path: Path) -> None:
+    """Equal tokens are no harm in a file without a vocabulary, until its kind is replaced."""
+    path = with_tokens(tmp_path / "model.gguf", "none", ["a", "b", "a"])
+    purpose.check_model(path, vocab_only=True, overrides={"general.name": "x"})
+    with pytest.raises(
+        ConversionError, match=r"\(--override-kv\): .*tokens is 'a' as number 0 and as number 2;.*Leave it"
+    ):
+        purpose.check_model(path, vocab_only=True, overrides={"tokenizer.ggml.model": "gpt2"})
 
 
 def test_values_that_a_user_replaces() -> None:
