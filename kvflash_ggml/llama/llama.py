@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
-from jinja2 import TemplateError
 from llama_cpp.llama_cache import BaseLlamaCache
 from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
 from ..arrays import common_prefix, numbers
 from ..config import PrefixCache
-from ..errors import ConfigError, ConversionError, brief
+from ..errors import ConfigError
 from ..native import vocabulary
 from ..notation import stop_texts
 from ..runtime.model import Closed, Model
@@ -34,6 +33,7 @@ from ..runtime.text import Text
 from . import asked, parameters
 from .call_lock import CallLock, changing, locked, writing
 from .context import Batch, check_adapter
+from .formatting import bounded
 from .opening import Opening
 from .stock import Stock
 from .tokenizer import IncrementalTokenizer, WholeTokenizer, check_tokens
@@ -200,17 +200,10 @@ class Llama(llama_cpp.Llama):
         opening, path = self._opening, self._opening.path
         for opening.halvings in range(HALVINGS + 1):
             try:
-                with _REDIRECTING, contextlib.ExitStack() as self._pool_requests:
+                with _REDIRECTING, bounded(), contextlib.ExitStack() as self._pool_requests:
                     # upstream would allocate n_ctx rows of logits at once; here they grow with use
                     super().__init__(path, logits_all=False, **opening.request.upstream)
                 return
-            except (TemplateError, RecursionError, SyntaxError) as err:
-                self._stack.close()
-                why = f"{type(err).__name__}: {brief(err)}"
-                raise ConversionError(
-                    Path(path).name, "tokenizer.chat_template", found=why, wanted="a Jinja template",
-                    remedy="Fetch the file again, or convert it anew.",
-                ) from err  # fmt: skip
             except ValueError as err:
                 if not str(err).startswith(NOT_MADE):
                     raise

@@ -10,13 +10,13 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
+from jinja2 import pass_context
 from llama_cpp._logger import llama_log_callback
 from llama_cpp.llama_chat_format import Llava15ChatHandler, MTMDChatHandler
 
@@ -27,6 +27,7 @@ from ..gguf import purpose
 from ..media.rows import MOST, MediaRows, Medium, numbers_of
 from ..native.guard import guarded, reason
 from ..placement import memory
+from .formatting import rendered, takes_parts
 
 if TYPE_CHECKING:
     from ..media.files import MediaLimits
@@ -37,6 +38,10 @@ HANDLERS = (Llava15ChatHandler, MTMDChatHandler)
 
 COMPUTE_BYTES = 512 << 20
 """Of memory that a projector computes with: 8,000 patches of a photo take about as much."""
+
+
+_BOUNDED = "kvflash_rendered"
+"""The name of the function that renders the model's template, among the variables of the one that upstream compiles."""
 
 
 class Projector(MTMDChatHandler):
@@ -53,14 +58,16 @@ class Projector(MTMDChatHandler):
     def __reduce__(self) -> tuple[Any, ...]:
         return Projector, (Path(self.clip_model_path),)
 
-    def __call__(self, *, messages: Sequence[Any], **settings: Any) -> Any:
+    def __call__(self, *, llama: Any, messages: Sequence[Any], **settings: Any) -> Any:
         """As upstream; sound (`input_audio`) goes its way as a data URL, as images do."""
-        return super().__call__(messages=[_with_urls(message) for message in messages], **settings)
+        source = super()._get_chat_template(llama)
+        settings[_BOUNDED] = pass_context(lambda context: rendered(source, context.get_all()))
+        return super().__call__(llama=llama, messages=[_with_urls(message) for message in messages], **settings)
 
     def _get_chat_template(self, llama_model: Any) -> str:
-        template: str = super()._get_chat_template(llama_model)
-        self._takes_parts = _takes_parts(template)
-        return template
+        """Return a template for upstream to compile that has the model's own rendered within bounds."""
+        self._takes_parts = takes_parts(super()._get_chat_template(llama_model))
+        return f"{{{{ {_BOUNDED}() }}}}"
 
     def _get_template_messages(self, messages: list[Any], media_marker: str) -> list[Any]:
         """As upstream; one text for each message where the template knows no parts."""
@@ -91,14 +98,6 @@ class Projector(MTMDChatHandler):
         if self.mtmd_ctx is not None:
             self._mtmd_cpp.mtmd_free(self.mtmd_ctx)
             self.mtmd_ctx = None
-
-
-@lru_cache(8)
-def _takes_parts(template: str) -> bool:
-    """Tell whether a chat template goes through the parts of a message."""
-    from ..chat.templates import ChatTemplate  # here, as the decoders below: few models see or hear
-
-    return ChatTemplate(template).caps["supports_typed_content"]
 
 
 def _with_urls(message: Any) -> Any:

@@ -25,6 +25,26 @@ def render(template: Any, request: Mapping[str, Any]) -> tuple[dict[str, Any], A
     return _taken(rendered), ffi.gc(parser[0], lib.kvf_chat_parser_close)
 
 
+def plain(source: str, variables: Mapping[str, Any]) -> str:
+    """Render a template with these variables as Jinja does, within bounds. ConfigError says what is wrong.
+
+    variables: values of JSON. ValueError or TypeError for others.
+    """
+    rendered, data = ffi.new("kvf_chat_text *"), source.encode("utf-8", "replace")
+    given = json.dumps(variables, allow_nan=False, default=lambda value: dict(value.items())).encode()
+    status = lib.kvf_chat_plain(data, len(data), given, len(given), rendered)
+    if status == lib.KVF_CHAT_STATUS_SOURCE:
+        raise ConfigError(f"the chat template cannot be read: {_reason()}: give a chat_format, as 'chatml'")
+    if status == lib.KVF_CHAT_STATUS_TEMPLATE:
+        why = f"the chat template refuses these messages: {_reason()}"
+        raise ConfigError(f"{why}: change them, or give another chat_format")
+    _check(status)
+    try:
+        return bytes(ffi.buffer(rendered.data, rendered.size)).decode("utf-8", "replace")
+    finally:
+        lib.kvf_chat_free(rendered[0])
+
+
 def schema_grammar(schema: Mapping[str, Any]) -> str:
     """Return the grammar of a schema that `chat.rewriting.held` has rewritten. ConfigError."""
     grammar, data = ffi.new("kvf_chat_text *"), json.dumps(schema).encode()

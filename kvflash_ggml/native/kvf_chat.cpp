@@ -3,6 +3,8 @@
 #include "chat.h"
 #include "chat-peg-parser.h"
 #include "json-schema-to-grammar.h"
+#include "jinja/lexer.h"
+#include "jinja/parser.h"
 #include "jinja/runtime.h"
 #include "kvf_chat_guard.h"
 #include "log.h"
@@ -53,6 +55,13 @@ template <typename Work> void bounded(Work && work) {
         throw std::runtime_error(
             "the template takes more than " + std::to_string(jinja::MAX_SPENT) + " steps, or " +
             std::to_string(jinja::MAX_DEPTH) + " within each other");
+    }
+}
+
+void check_size(size_t size) {
+    if (size > KVF_CHAT_TEMPLATE_BYTES) {
+        throw std::length_error(
+            "it has " + std::to_string(size) + " bytes, and " + std::to_string(KVF_CHAT_TEMPLATE_BYTES) + " is the most");
     }
 }
 
@@ -312,10 +321,7 @@ void kvf_chat_free(kvf_chat_text text) {
 int32_t kvf_chat_open(const char * source, size_t size, const char * bos, const char * eos, kvf_chat ** chat, kvf_chat_text * caps) {
     return kvf_chat_guarded(KVF_CHAT_STATUS_TEMPLATE, [&] {
         be_silent();
-        if (size > KVF_CHAT_TEMPLATE_BYTES) {
-            throw std::length_error(
-                "it has " + std::to_string(size) + " bytes, and " + std::to_string(KVF_CHAT_TEMPLATE_BYTES) + " is the most");
-        }
+        check_size(size);
         auto made = std::make_unique<kvf_chat>();
         bounded([&] { made->templates = common_chat_templates_init(nullptr, std::string(source, size), bos, eos); });
         json can = json::object();
@@ -361,6 +367,29 @@ int32_t kvf_chat_render(kvf_chat * chat, const char * asked, size_t size, kvf_ch
         out["marks"] = marks(made->arena);
         *rendered = copied(out.dump_safe());
         *parser   = made.release();
+    });
+}
+
+int32_t kvf_chat_plain(const char * source, size_t size, const char * variables, size_t variables_size, kvf_chat_text * rendered) {
+    jinja::lexer_result tokens;
+    jinja::program      program;
+    const auto status = kvf_chat_guarded(KVF_CHAT_STATUS_SOURCE, [&] {
+        be_silent();
+        check_size(size);
+        jinja::lexer lexer;
+        tokens  = lexer.tokenize(std::string(source, size));
+        program = jinja::parse_from_tokens(tokens);
+    });
+    if (status != KVF_CHAT_STATUS_SUCCESS) {
+        return status;
+    }
+    return kvf_chat_guarded(KVF_CHAT_STATUS_TEMPLATE, [&] {
+        jinja::context ctx(tokens.source);
+        jinja::global_from_json(ctx, kvf_chat_json(variables, variables_size), false);
+        bounded([&] {
+            jinja::runtime runtime(ctx);
+            *rendered = copied(jinja::runtime::gather_string_parts(runtime.execute(program))->as_string().str());
+        });
     });
 }
 

@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 // [cdef]
-#define KVF_CHAT_ABI   2
+#define KVF_CHAT_ABI   3
 #define KVF_CHAT_BYTES 268435456
 #define KVF_CHAT_DEPTH 4096
 #define KVF_CHAT_TEMPLATE_BYTES 1048576
@@ -25,6 +25,7 @@ enum kvf_chat_status {
     KVF_CHAT_STATUS_ARGUMENT = -1,  // no JSON, or what cannot be asked for
     KVF_CHAT_STATUS_TEMPLATE = -2,  // the template cannot be read, or refuses these messages
     KVF_CHAT_STATUS_MEMORY   = -3,  // no memory
+    KVF_CHAT_STATUS_SOURCE   = -4,  // kvf_chat_plain: the template cannot be read
 };
 
 typedef struct kvf_chat        kvf_chat;         // a template
@@ -50,6 +51,10 @@ void    kvf_chat_close(kvf_chat * chat);
 // "thinking": [start, ends...], "marks": the fixed texts of the answer's format}.
 int32_t kvf_chat_render(kvf_chat * chat, const char * asked, size_t size, kvf_chat_text * rendered, kvf_chat_parser ** parser);
 void    kvf_chat_parser_close(kvf_chat_parser * parser);
+
+// Renders a template of at most KVF_CHAT_TEMPLATE_BYTES with these variables, an object, and nothing else: as Jinja does, within the
+// bounds of kvf_chat_render. The text that comes back may be no UTF-8.
+int32_t kvf_chat_plain(const char * source, size_t size, const char * variables, size_t variables_size, kvf_chat_text * rendered);
 
 // The grammar of a JSON schema whose patterns are of the JSON text.
 int32_t kvf_chat_schema(const char * schema, size_t size, kvf_chat_text * grammar);

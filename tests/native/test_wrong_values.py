@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checkpoints import rewritten
 from support.harness import MODELS
 
 from kvflash_ggml import Llama
-from kvflash_ggml.errors import ConfigError, ConversionError, KVFlashError, SnapshotError
-from kvflash_ggml.gguf.reader import Field
+from kvflash_ggml.errors import ConfigError, KVFlashError, SnapshotError
 from kvflash_ggml.llama.fitting import without_loading
 
 POOLS = pytest.mark.parametrize("pool", [None, 512, 4096])
@@ -103,16 +101,6 @@ def test_a_token_that_is_none_has_no_text(token: int, models: dict[str, Path]) -
             with pytest.raises(ConfigError, match=f"token {token} has no text: this model has 0 to 4095"):
                 write([token])
             assert write([5]) in (b"&", "&")
-
-
-@pytest.mark.parametrize("template", ["{{" * 8, "{%", "{{ " + "(" * 9999 + " }}"])
-def test_a_chat_template_that_is_none(template: str, models: dict[str, Path], tmp_path: Path) -> None:
-    def change(fields: dict[str, Field]) -> None:
-        fields["tokenizer.chat_template"] = Field.of("tokenizer.chat_template", template)
-
-    path = rewritten(models["small"], tmp_path / "model.gguf", change)
-    with pytest.raises(ConversionError, match=r"model\.gguf: tokenizer\.chat_template is .*wanted: a Jinja template"):
-        Llama(path, n_ctx=256, verbose=False)
 
 
 def test_a_model_by_its_path(models: dict[str, Path]) -> None:
