@@ -369,25 +369,26 @@ def _planes(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(length for length in shape[2:] if length > 1)
 
 
-def check_projector(path: Path) -> None:
+def check_projector(path: Path, name: str = "mmproj (--mmproj)") -> None:
     """Raise ConfigError unless `path` is a projector of images or sound (mmproj), as far as its head says.
 
-    ConversionError for numbers and types of tensors that would end the process, or take all memory.
+    name: of the setting that gave the path. ConversionError for numbers and types of tensors that would end the
+    process, or take all memory.
     """
     try:
         file = reader.read(path)
     except (ConversionError, OSError) as err:
-        raise ConfigError(f"mmproj (--mmproj) {path} cannot be read: {err}") from err
+        raise ConfigError(f"{name} {path} cannot be read: {err}") from err
     if not _projects(file):
         raise ConfigError(
-            f"mmproj (--mmproj) {path} is no projector of images: give the file that was made beside the model's, "
+            f"{name} {path} is no projector of images: give the file that was made beside the model's, "
             "which is often called mmproj"
         )
     check_numbers(file)
-    for name, field in file.fields.items():
+    for key, field in file.fields.items():
         for end, most in _MOST_OF_PROJECTORS.items():
-            if name.endswith(end) and type(field.value) is int and field.value > most:
-                raise ConversionError(file.name, name, found=field.value, wanted=f"at most {most}", remedy=_REMEDY)
+            if key.endswith(end) and type(field.value) is int and field.value > most:
+                raise ConversionError(file.name, key, found=field.value, wanted=f"at most {most}", remedy=_REMEDY)
 
 
 def check_reader(path: Path) -> None:

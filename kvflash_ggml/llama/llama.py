@@ -497,11 +497,13 @@ class Llama(llama_cpp.Llama):
         if "stop" in given:
             given["stop"] = stop_texts(given["stop"])
         with templating(given.get("messages")):
-            if self._at_hand.sequence is not None and self.chat_handler is not None:
+            if self.chat_handler is not None:
                 from . import vision
 
                 if isinstance(self.chat_handler, vision.HANDLERS):
-                    return vision.answer(self, self._at_hand, self._call_lock.lock, **given)
+                    if self._at_hand.sequence is not None:
+                        return vision.answer(self, self._at_hand, self._call_lock.lock, **given)
+                    vision.check_handler(self.chat_handler)
             made = (
                 Chatting(self, previews=self._previews is not None).answer(given)
                 if self.chat_format == self._own_format

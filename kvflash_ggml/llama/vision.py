@@ -131,6 +131,12 @@ def open_projector(llm: llama_cpp.Llama, handler: object, known: dict[str, int])
             known[device.name] -= before[device.name] - device.free
 
 
+def check_handler(handler: Any) -> None:
+    """Raise what `purpose.check_projector` does for the file of one of the `HANDLERS`, before it is loaded."""
+    if handler.mtmd_ctx is None:
+        purpose.check_projector(Path(handler.clip_model_path), "clip_model_path")
+
+
 def reserve_bytes(handler: Any) -> int:
     """Estimate the memory that a chat handler's projector will take on the first device: its weights, and what they
     compute with, which it takes as images need it. 0 for a handler without one, and no weights of one that is loaded.
@@ -177,6 +183,7 @@ class Encoder:
             )
         self._lock = lock
         with self._lock:
+            check_handler(handler)
             with guarded(f"clip_model_path {handler.clip_model_path}"):
                 handler._init_mtmd_context(llm)
             _log_as_upstream(handler)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from support.checkpoints import rewritten
 from support.harness import MODELS, TEXT, write_iswa, write_small
+from support.projecting import changed
 from support.rounding import GPU_LAYERS, IMAGE, ON_GPU, SAID, assert_same_answer, near, where_widths_agree
 from support.vision import ROWS, SIDE, WIDE, WIDE_PIXELS, png, write_mrope, write_projector
 
@@ -530,6 +531,24 @@ def test_a_projector_that_would_end_the_process_is_refused(
             with_projector(hostile, kvflash=pool)
     with closing(with_projector(projector, kvflash=512)) as llm:
         assert llm.kvflash is not None
+
+
+@pytest.mark.parametrize("pool", [None, 1024])
+@pytest.mark.parametrize("value", [-1.0, float("nan")])
+def test_a_handlers_projector_that_would_end_the_process_is_refused(
+    pool: int | None, value: float, projector: Path, tmp_path: Path
+) -> None:
+    """Only the files of `mmproj=` were checked, and not those of a handler."""
+    from llama_cpp.llama_chat_format import Llava15ChatHandler
+
+    key = "clip.vision.attention.layer_norm_epsilon"
+    handler = Llava15ChatHandler(str(changed(projector, tmp_path / "mmproj.gguf", fields={key: value})), verbose=False)
+    given = {} if pool is None else {"kvflash": pool, "kvflash_calibrate": False}
+    with closing(Llama(str(MODEL), n_ctx=1024, verbose=False, chat_handler=handler, **given)) as llm:
+        with pytest.raises(ConversionError, match=rf"mmproj\.gguf: {key} is {value}; wanted: 0 or more"):
+            llm.create_chat_completion([{"role": "user", "content": "Hi"}], max_tokens=1)
+        handler.clip_model_path = str(projector)  # the model goes on
+        assert llm.create_chat_completion([{"role": "user", "content": "Hi"}], max_tokens=1)["choices"]
 
 
 def test_a_projector_with_vectors_of_another_type_is_refused(projector: Path, tmp_path: Path) -> None:
