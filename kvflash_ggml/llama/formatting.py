@@ -35,10 +35,13 @@ def rendered(source: str, variables: Mapping[str, Any]) -> str:
 
 @lru_cache(8)
 def takes_parts(source: str) -> bool:
-    """Tell whether a chat template goes through the parts of a message."""
+    """Tell whether a chat template goes through the parts of a message. ConfigError for one that cannot be read."""
     from ..chat.templates import ChatTemplate
 
-    return ChatTemplate(source).caps["supports_typed_content"]
+    try:
+        return ChatTemplate(source).caps["supports_typed_content"]
+    except ConfigError as err:
+        raise ConfigError(f"the chat template cannot be read: {brief(err)}: give a chat_format, as 'chatml'") from err
 
 
 def _joined(source: str, messages: Any) -> Any:

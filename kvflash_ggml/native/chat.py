@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import ConfigError, HostMemoryError
+from ..errors import ConfigError, HostMemoryError, brief
 from ._kvf import ffi, lib
 
 
@@ -33,11 +33,11 @@ def plain(source: str, variables: Mapping[str, Any]) -> str:
     rendered, data = ffi.new("kvf_chat_text *"), source.encode("utf-8", "replace")
     given = json.dumps(variables, allow_nan=False, default=lambda value: dict(value.items())).encode()
     status = lib.kvf_chat_plain(data, len(data), given, len(given), rendered)
-    if status == lib.KVF_CHAT_STATUS_SOURCE:
-        raise ConfigError(f"the chat template cannot be read: {_reason()}: give a chat_format, as 'chatml'")
-    if status == lib.KVF_CHAT_STATUS_TEMPLATE:
-        why = f"the chat template refuses these messages: {_reason()}"
-        raise ConfigError(f"{why}: change them, or give another chat_format")
+    if status in (lib.KVF_CHAT_STATUS_SOURCE, lib.KVF_CHAT_STATUS_TEMPLATE):
+        why = brief(_reason().rpartition("\nError: ")[2])  # behind where it happened; a template chooses its words
+        if status == lib.KVF_CHAT_STATUS_SOURCE:
+            raise ConfigError(f"the chat template cannot be read: {why}: give a chat_format, as 'chatml'")
+        raise ConfigError(f"the chat template refuses these messages: {why}: change them, or give another chat_format")
     _check(status)
     try:
         return bytes(ffi.buffer(rendered.data, rendered.size)).decode("utf-8", "replace")

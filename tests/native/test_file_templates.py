@@ -177,6 +177,22 @@ def test_real_templates_are_written_as_jinja_writes_them(name: str) -> None:
     assert same >= 2 or name in REFUSING
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "Jinja Exception: roles must alternate"),
+        ("{{ raise_exception('\x1b[2J' + 'a' * 9999) }}", r"Jinja Exception: \\x1b\[2Ja{70,}\.\.\."),
+        ("{{ 'x' | center(5) }}", "Unknown \\(built-in\\) filter 'center'"),
+        ("{% for m in messages %}{{ m.content.nothing() }}{% endfor %}", ".*nothing"),
+    ],
+)
+def test_why_a_template_refuses(text: str, why: str) -> None:
+    """In a line that is fit for a terminal."""
+    end = ".*: change them, or give another chat_format$"
+    with pytest.raises(ConfigError, match=f"^the chat template refuses these messages: {why}{end}"):
+        rendered(text, {"messages": CHAT})
+
+
 def test_parts_that_a_template_cannot_write() -> None:
     """Jinja raised, or wrote Python's form of the list; llama.cpp's engine writes nothing."""
     text = "{% for m in messages %}{{ '<' + m.content + '>' }}{% endfor %}"

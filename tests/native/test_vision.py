@@ -449,6 +449,28 @@ def test_mmproj_answers_by_the_models_own_template(projector: Path) -> None:
     assert near(rows[0], rows[1], IMAGE)
 
 
+@pytest.mark.parametrize("pool", [None, 2048])
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        # the loops are for a chat alone, not where the template is tried
+        (
+            "{% if tools is none %}" + "{% for i in range(3000) %}" * 2 + "{% endfor %}" * 2 + "{% endif %}hi",
+            "change them",
+        ),
+        ("{{ 'x' | center(1000000) | length }}", "change them"),
+        ("{{ 'a' * 9000000 }}", "give a chat_format"),
+        ("{{" * 8, "give a chat_format"),
+    ],
+)
+def test_mmproj_and_a_hostile_template(template: str, why: str, pool: int | None, projector: Path) -> None:
+    """Upstream's handler renders with Jinja, without bounds."""
+    with closing(with_projector(projector, kvflash=pool)) as llm:
+        llm.metadata["tokenizer.chat_template"] = template
+        with pytest.raises(ConfigError, match=f"the chat template .*{why}"):
+            llm.create_chat_completion([{"role": "user", "content": [{"type": "text", "text": "hi"}]}], max_tokens=1)
+
+
 def test_mmproj_keeps_the_parts_that_a_template_goes_through(projector: Path) -> None:
     from kvflash_ggml.llama.vision import Projector
 
