@@ -31,12 +31,22 @@ _DIVISORS = ("full_attention_interval", "ssm.inner_size", "ssm.state_size", "ssm
 """Counts that llama.cpp divides by, or makes tensors of."""
 
 _SCALINGS = ("none", "linear", "yarn", "longrope")
-_SHAPE = ("_count", "_count_kv", "_interval", "_kernel", "_layers", "_length", "_rank", "_size", "_step")
+_SHAPE = ("_count", "_count_kv", "_interval", "_kernel", "_layers", "_length", "_mla", "_rank", "_size", "_step")
 _NO_SHAPE = ("context_length", "temperature_length", "expert_used_count", "nextn_predict_layers")
 """How keys end that say which shape the weights have, and which of them do not."""
 
 _DELTA = ("qwen35", "qwen35moe", "qwen3next")
 """Architectures with a gated delta net. llama.cpp loads them by some of their keys, and computes with others."""
+
+_GATED = frozenset({
+    "bailingmoe2", "bailingmoe3", "deepseek32", "dots1", "dots3note", "exaone-moe", "hy_v4", "kimi-k3", "kimi-linear",
+    "lfm2moe", "minimax-m2", "minimax-m3", "smallthinker",
+})  # fmt: skip
+"""Architectures that read how experts are gated, and take no usual way for 0."""
+
+_MOST_GATING = 4
+_TEMPERED = ("deepseek2", "mistral4")
+"""Architectures that divide positions by a length where attention has a temperature."""
 
 _SECTIONS_OR_NONE = ("bailingmoe3", "glm4", "glm4moe", "hunyuan_vl")
 """Architectures that count positions plainly where RoPE's sections are 0."""
@@ -179,7 +189,7 @@ def check_numbers(file: GGUF, remedy: str = _REMEDY) -> None:
     scaling = file.own("rope.scaling.type", _SCALINGS[0])
     if isinstance(scaling, str) and scaling not in _SCALINGS:
         refuse(f"{own}rope.scaling.type", scaling, f"one of {', '.join(_SCALINGS)}")
-    for key, value, wanted in (*_wrong_rope(file), *_wrong_delta(file), *_wrong_types(file)):
+    for key, value, wanted in (*_wrong_rope(file), *_wrong_delta(file), *_wrong_attention(file), *_wrong_types(file)):
         refuse(key, value, wanted)
 
 
@@ -233,6 +243,21 @@ def _wrong_delta(file: GGUF) -> Wrong:
         yield f"{own}attention.head_count_kv", heads, "one number for all layers that have any"
 
 
+def _wrong_attention(file: GGUF) -> Wrong:
+    """Numbers of attention without which llama.cpp finds nothing: a layer with a window, both lengths, a divisor."""
+    own = f"{file.architecture}.attention."
+    pattern = file.own("attention.sliding_window_pattern")
+    without = not any(pattern) if isinstance(pattern, list) else type(pattern) is int and pattern == 1
+    if without and (_count(file, "attention.sliding_window") > 0 or file.architecture == "llama4"):
+        yield f"{own}sliding_window_pattern", pattern, "a pattern with a layer that has the window"
+    for one, other in (("key_length_mla", "value_length_mla"), ("value_length_mla", "key_length_mla")):
+        if (found := _count(file, f"attention.{one}")) and not _count(file, f"attention.{other}"):
+            yield f"{own}{one}", found, f"0, or {other} too"
+    tempered = file.architecture in _TEMPERED and file.own("attention.temperature_scale", 0.0)
+    if tempered and not (length := _count(file, "attention.temperature_length")):
+        yield f"{own}temperature_length", length, "1 or more, where temperature_scale is not 0"
+
+
 def _wrong_types(file: GGUF) -> Wrong:
     """Tensors of a type that llama.cpp does not compute with."""
     for tensor in file.tensors.values():
@@ -251,6 +276,10 @@ def _limits(file: GGUF) -> dict[str, tuple[int, int]]:
     """Return the least and the most of an architecture's own counts, as llama.cpp asserts them."""
     layers, experts, groups = (_count(file, key) for key in ("block_count", "expert_count", "expert_group_count"))
     limits = {key: (1, _MOST_COUNT) for key in _DIVISORS if file.own(key) is not None}
+    if file.own("expert_gating_func") is not None:
+        limits["expert_gating_func"] = (int(file.architecture in _GATED), _MOST_GATING)
+    if file.architecture == "llama4" and file.own("attention.sliding_window") is not None:
+        limits["attention.sliding_window"] = (1, _MOST_COUNT)
     limits |= {
         "block_count": (1, _MOST_LAYERS),
         "nextn_predict_layers": (0, layers),

@@ -278,6 +278,37 @@ def test_a_value_that_ends_the_process_is_refused_in_place_of_a_sound_one(key: s
 
 
 @pytest.mark.parametrize(
+    ("architecture", "fields", "key", "wanted"),
+    [
+        ("gemma3", {"attention.sliding_window": 512, "attention.sliding_window_pattern": 6}, "", ""),
+        ("gemma3", {"attention.sliding_window_pattern": 1}, "", ""),
+        ("gemma3", {"attention.sliding_window": 512, "attention.sliding_window_pattern": 1}, "pattern", "a pattern"),
+        ("gemma4", {"attention.sliding_window": 512, "attention.sliding_window_pattern": [0, 0]}, "pattern", "a pat"),
+        ("gemma4", {"attention.sliding_window": 512, "attention.sliding_window_pattern": [0, 1]}, "", ""),
+        ("llama4", {"attention.sliding_window_pattern": 1}, "pattern", "a pattern with a layer"),
+        ("llama4", {"attention.sliding_window": 0}, "sliding_window", "1 to "),
+        ("deepseek2", {"expert_gating_func": 5}, "expert_gating_func", "0 to 4"),
+        ("deepseek2", {"expert_gating_func": 0}, "", ""),
+        ("dots1", {"expert_gating_func": 0}, "expert_gating_func", "1 to 4"),
+        ("deepseek2", {"attention.key_length_mla": 192}, "key_length_mla", "0, or value_length_mla too"),
+        ("deepseek2", {"attention.value_length_mla": 128}, "value_length_mla", "0, or key_length_mla too"),
+        ("deepseek2", {"attention.key_length_mla": 192, "attention.value_length_mla": 128}, "", ""),
+        ("mistral4", {"attention.temperature_scale": 0.1}, "temperature_length", "1 or more, where"),
+        ("mistral4", {"attention.temperature_scale": 0.1, "attention.temperature_length": 8192}, "", ""),
+    ],
+)
+def test_numbers_that_a_step_asserts(
+    tmp_path: Path, architecture: str, fields: dict[str, Any], key: str, wanted: str
+) -> None:
+    """llama.cpp asserted them while it made the context, or in the first step."""
+    head = [Field.of("general.architecture", architecture)]
+    head += [Field.of(f"{architecture}.{name}", value) for name, value in fields.items()]
+    file = reader.read(write_gguf(tmp_path / "model.gguf", head, WEIGHT))
+    with pytest.raises(ConversionError, match=f"{key} is .*; wanted: {wanted}") if wanted else nullcontext():
+        purpose.check_head(file)
+
+
+@pytest.mark.parametrize(
     "key", ["qwen3.block_count\0", "\0", "", "k" * 128, "\u00e9" * 64, "caf\udce9", 5, None, b"general.name"]
 )
 def test_a_key_that_llama_cpp_would_misread(tmp_path: Path, key: Any) -> None:
