@@ -14,8 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vendoring.build import upstream_llama
 
-from kvflash_ggml.native import library as native
-
 FLAGS = {"-O3": "", "-O3 -mavx -mf16c": "f16c", "-O3 -march=native": ""}
 """How to compile, and what the CPU needs to run it."""
 
@@ -110,77 +108,3 @@ def test_values_left_over_are_added_as_single_ones(library: ctypes.CDLL, count: 
     pointers = y.ctypes.data_as(ctypes.c_void_p), x.ctypes.data_as(ctypes.c_void_p)
     library.add(ctypes.c_int(count), *pointers, ctypes.c_float(eighths / 8))
     np.testing.assert_array_equal(y.view(np.int16), want.view(np.int16))
-
-
-class Init(ctypes.Structure):
-    _fields_ = (("size", ctypes.c_size_t), ("buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
-
-
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, *, threads: int = 2) -> np.ndarray:
-    """What the CPU computes: q of heads, rows and values; k and v of heads, keys and values; mask of rows."""
-    native.load()
-    ggml = ctypes.CDLL(None)
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    for name in ("ggml_init", "ggml_new_tensor_3d", "ggml_flash_attn_ext", "ggml_new_graph", "ggml_get_data"):
-        getattr(ggml, name).restype = pointer
-    context = pointer(ggml.ggml_init(Init(1 << 26, None, False)))
-
-    def tensor(values: np.ndarray) -> ctypes.c_void_p:
-        kind = ctypes.c_int(1 if values.dtype == np.float16 else 0)
-        made = pointer(ggml.ggml_new_tensor_3d(context, kind, *(size(n) for n in values.shape[::-1])))
-        ctypes.memmove(ggml.ggml_get_data(made), values.ctypes.data, values.nbytes)
-        return made
-
-    ggml.ggml_get_data.argtypes = [pointer]
-    inputs = [tensor(np.ascontiguousarray(values)) for values in (q, k, v, mask[None])]
-    numbers = (ctypes.c_float(q.shape[2] ** -0.5), ctypes.c_float(0), ctypes.c_float(0))
-    out, graph = pointer(ggml.ggml_flash_attn_ext(context, *inputs, *numbers)), pointer(ggml.ggml_new_graph(context))
-    ggml.ggml_build_forward_expand(graph, out)
-    assert ggml.ggml_graph_compute_with_ctx(context, graph, ctypes.c_int(threads)) == 0
-    shape = (q.shape[1], q.shape[0], v.shape[2])
-    found = np.ctypeslib.as_array(ctypes.cast(ggml.ggml_get_data(out), ctypes.POINTER(ctypes.c_float)), shape).copy()
-    ggml.ggml_free(context)
-    return found.transpose(1, 0, 2)
-
-
-def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """The same in float64. Keys that no weight falls on count for nothing, whatever they hold."""
-    k, v = (np.repeat(values, len(q) // len(values), axis=0).astype(np.float64) for values in (k, v))
-    scores = q.astype(np.float64) @ k.transpose(0, 2, 1) * q.shape[2] ** -0.5 + mask
-    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-    weights /= weights.sum(axis=2, keepdims=True)
-    return weights @ np.where(np.isfinite(v), v, 0)
-
-
-def inputs(rows: int, keys: int, values: int = 64) -> list[np.ndarray]:
-    """Of four heads that share two heads of keys; every row sees some of them."""
-    draw = np.random.default_rng(rows)
-    made = [draw.standard_normal((2, keys, values)).astype(np.float16) for _ in range(2)]
-    hidden = np.where(draw.random((rows, keys)) < 0.3, -np.inf, 0).astype(np.float16)
-    return [draw.standard_normal((4, rows, values)).astype(np.float32), *made, hidden]
-
-
-@pytest.mark.parametrize("threads", [1, 3, 7])
-@pytest.mark.parametrize("rows", [2, 3, 8, 63, 64, 65])
-def test_few_rows_are_nearer_to_exact_attention(rows: int, threads: int) -> None:
-    """Tiles of keys sum in float32, and single ones in float16, which is wrong in the fourth digit."""
-    given = inputs(rows, 1000)
-    np.testing.assert_allclose(attention(*given, threads=threads), exact(*given), rtol=0, atol=2e-6)
-
-
-def test_rows_have_the_bits_that_they_have_among_others() -> None:
-    q, k, v, mask = inputs(63, 700)
-    found = attention(q, k, v, mask)
-    for first, last in ((0, 2), (5, 12), (30, 63)):
-        some = attention(q[:, first:last], k, v, mask[first:last], threads=1)
-        np.testing.assert_array_equal(some.view(np.int32), found[:, first:last].view(np.int32))
-
-
-@pytest.mark.parametrize("rows", [2, 64, 70])
-def test_tiles_leave_out_rows_that_see_nothing(rows: int) -> None:
-    """Half of the rows see the first two tiles, the others two more: what lies there does not reach the first ones."""
-    q, k, v, mask = inputs(rows, 256)
-    mask[: rows // 2, 128:] = mask[rows // 2 :, :128] = -np.inf
-    v[:, 128:] = np.inf
-    found = attention(q, k, v, mask, threads=1)[:, : rows // 2]
-    np.testing.assert_allclose(found, exact(q, k, v, mask)[:, : rows // 2], rtol=0, atol=2e-6)
