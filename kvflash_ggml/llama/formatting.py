@@ -10,7 +10,6 @@ from typing import Any
 from llama_cpp import llama_chat_format
 
 from ..errors import ConfigError, brief
-from .messages import check
 
 
 def rendered(source: str, variables: Mapping[str, Any]) -> str:
@@ -19,6 +18,7 @@ def rendered(source: str, variables: Mapping[str, Any]) -> str:
     Functions among the variables are left out: the library has `raise_exception` and `strftime_now` of its own.
     """
     from ..native import chat as native  # here: most models are opened for other calls
+    from .messages import check
 
     given = {name: value for name, value in variables.items() if not callable(value)}
     check(given["messages"])  # the library writes nothing for a role that is missing, where Jinja raises

@@ -33,7 +33,6 @@ from ..runtime.text import Text
 from . import asked, parameters
 from .call_lock import CallLock, changing, locked, writing
 from .context import Batch, check_adapter
-from .formatting import bounded
 from .opening import Opening
 from .stock import Stock
 from .tokenizer import IncrementalTokenizer, WholeTokenizer, check_tokens
@@ -197,6 +196,8 @@ class Llama(llama_cpp.Llama):
 
     def _load(self) -> None:
         """Call upstream's constructor. A pool that "auto" has sized shrinks until a context can be made with it."""
+        from .formatting import bounded  # here: the class alone opens no model
+
         opening, path = self._opening, self._opening.path
         for opening.halvings in range(HALVINGS + 1):
             try:

@@ -231,7 +231,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "what comes out of the last layer": ({"dflash.target_layers": [2, 4, 6]}, r"inputs up to 5"),
     "a window for no layer": (
         {"dflash.attention.sliding_window": 512, "dflash.attention.sliding_window_pattern": [False, False]},
-        "layers that slide is none; wanted: one or more",
+        "wanted: a pattern with a layer that has the window",
     ),
     "an epsilon that is none": ({"dflash.attention.layer_norm_rms_epsilon": float("nan")}, "epsilon is nan"),
     "another width": ({"dflash.embedding_length": 128}, "hidden size is 128; wanted: 256"),
