@@ -35,7 +35,7 @@ from .call_lock import CallLock, changing, locked, writing
 from .context import Batch, check_adapter
 from .opening import Opening
 from .stock import Stock
-from .tokenizer import IncrementalTokenizer, WholeTokenizer, check_tokens
+from .tokenizer import Ends, IncrementalTokenizer, WholeTokenizer, check_tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -144,6 +144,8 @@ class Llama(llama_cpp.Llama):
     _previews: Previews | None = None
     _draft_model: Any = None
     _pooled: PooledTexts | None = None
+    _ends: Ends | None = None
+    """Where the running completion ends."""
     _echoes = False
     """The running completion echoes its prompt with logprobs."""
 
@@ -545,12 +547,20 @@ class Llama(llama_cpp.Llama):
         return self._call_lock.pieces(completion) if kwargs.get("stream") else self._call_lock.whole(completion)
 
     def _limited(self, completion: Iterator[Any], most: int | None, *, echoes: bool) -> Iterator[Any]:
-        """Yield a completion, and know how many tokens `generate` is asked for, and what `_scores` serve."""
+        """Yield a completion. Know the limit of `generate`, where the text ends, and what `_scores` serve."""
         self._most, self._echoes = most if most and most > 0 else None, echoes
+        self._ends = Ends(self._most, self._n_ctx)
         try:
             yield from completion
         finally:
-            self._most, self._echoes = None, False
+            self._most, self._ends, self._echoes = None, None, False
+
+    def detokenize(self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False) -> bytes:
+        """As upstream."""
+        text: bytes = super().detokenize(tokens, prev_tokens, special)
+        if self._ends is None or prev_tokens is None:
+            return text
+        return self._ends.shown(text, len(tokens), len(prev_tokens) + len(tokens))
 
     def close(self) -> None:
         """Free the model, once the call that computes with it has ended. Later ones raise KVFlashError."""

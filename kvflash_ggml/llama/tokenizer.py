@@ -98,3 +98,25 @@ class IncrementalTokenizer:
             return b"".join(pieces)
         text: bytes = self._tokenizer.detokenize(tokens, prev_tokens=prev_tokens, special=special)
         return text
+
+
+class Ends:
+    """Ends upstream's completions near `max_tokens`, and at the context's end.
+
+    Upstream reads up to 3 tokens more for the rest of a character, and begins to wait again at each byte that looks
+    like the start of one. So an answer of such bytes alone never ended. most: `max_tokens`, None for no limit.
+    """
+
+    def __init__(self, most: int | None, n_ctx: int) -> None:
+        self._most, self._n_ctx = n_ctx if most is None else most, n_ctx
+        self._total = 0
+
+    def shown(self, text: bytes, count: int, total: int) -> bytes:
+        """Return the text of an answer as upstream is to see it: without bytes that are no text, where it must end.
+
+        count: tokens of the text; total: these and all before. Upstream looks at the whole answer after each token, and
+        then at parts of it, which a stream needs as they are.
+        """
+        grown, self._total = total > self._total, max(total, self._total)
+        ends = count > self._most + 2 or total > self._n_ctx - 3
+        return text.decode("utf-8", "ignore").encode() if grown and ends else text

@@ -135,6 +135,59 @@ def test_max_tokens_end_at_the_context(llama: Any, tokens: Any) -> None:
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("pool", [None, 512])
+@pytest.mark.parametrize(
+    ("pieces", "most", "text", "count"),
+    [
+        ([b"\xf7"], 3, "", 8),
+        ([b"a", b"\xff", b"b", b"\xff"], 3, "ab", 8),
+        ([b"a", b"b", b"\xc3", b""], 3, "ab", 6),  # a special token
+        ([b"\xf7"], None, "", 24),
+        ([b"\xf7"], 23, "", 24),
+        ([*[b"a"] * 22, b"\xc3", b"\xa9"], None, "a" * 22 + "\u00e9", 24),
+        ([b"\xf0", b"\x9f", b"\x98", b"\x80"], 1, "\U0001f600", 4),
+        ([b"a", b"b", b"\xc3", b"\xa9", b"c"], 3, "ab\u00e9", 4),
+    ],
+)
+def test_bytes_that_are_no_text_end_an_answer_too(
+    pieces: list[bytes],
+    most: int | None,
+    text: str,
+    count: int,
+    pool: int | None,
+    stream: bool,
+    llama: Any,
+    tokens: Any,
+) -> None:
+    """Upstream waits for the rest of a character. Where it never came, the answer failed at the context's end.
+
+    pieces: what the model writes; the last for ever.
+    """
+    from llama_cpp import LogitsProcessorList
+
+    llm = llama(n_ctx=256, kvflash=pool)
+    known = {llm.detokenize([token]): token for token in range(llm.n_vocab()) if token != llm.token_eos()}
+    prompt = tokens[: 256 - 24].tolist()
+
+    def write(ids: Any, scores: Any) -> Any:
+        forced = np.full_like(scores, -np.inf)
+        forced[known[pieces[min(len(ids) - len(prompt), len(pieces) - 1)]]] = 0.0
+        return forced
+
+    given: dict[str, Any] = {"max_tokens": most, "logits_processor": LogitsProcessorList([write])}
+    if stream:
+        parts = list(llm.create_completion(prompt, stream=True, **given))
+        assert "".join(part["choices"][0]["text"] for part in parts) == text
+        assert parts[-1]["choices"][0]["finish_reason"] == "length"
+    else:
+        made = llm.create_completion(prompt, **given)
+        assert made["choices"][0]["text"] == text
+        assert made["choices"][0]["finish_reason"] == "length"
+        assert made["usage"]["completion_tokens"] == count
+    assert llm.create_completion(prompt[:9], max_tokens=1)["choices"]
+
+
 # --- generation
 
 
