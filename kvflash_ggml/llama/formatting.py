@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 from llama_cpp import llama_chat_format
@@ -64,30 +65,21 @@ def _text(i: int, content: Any) -> Any:
     return "\n".join(part["text"] for part in content)
 
 
-class _Template:
-    """Stands where upstream's formatter has the template that Jinja compiled."""
-
-    def __init__(self, source: str) -> None:
-        self._source = source
-
-    def render(self, **variables: Any) -> str:
-        return rendered(self._source, variables)
-
-
 class BoundedFormatter(llama_chat_format.Jinja2ChatFormatter):
     """Upstream's formatter for a template of a model file, which the library renders. Jinja compiles nothing."""
 
     def __init__(self, template: str, *args: Any, **settings: Any) -> None:
         super().__init__("", *args, **settings)
         self.template = template
-        self._environment: Any = _Template(template)
+        self._environment: Any = SimpleNamespace(render=lambda **variables: rendered(template, variables))
 
 
 @contextmanager
 def bounded() -> Iterator[None]:
     """Let upstream's constructor make formatters of ours. Jinja computes constants while it compiles, without bounds.
 
-    Upstream has no setting for the class, so its module has ours meanwhile. One that another thread makes renders too.
+    Upstream has no setting for the class, so its module has ours meanwhile. A formatter that another thread makes in
+    that time is ours too.
     """
     module: Any = llama_chat_format
     stock = module.Jinja2ChatFormatter

@@ -28,7 +28,7 @@ def render(template: Any, request: Mapping[str, Any]) -> tuple[dict[str, Any], A
 def plain(source: str, variables: Mapping[str, Any]) -> str:
     """Render a template with these variables as Jinja does, within bounds. ConfigError says what is wrong.
 
-    variables: values of JSON. ValueError or TypeError for others.
+    variables: values of JSON, and mappings. AttributeError, TypeError or ValueError for others.
     """
     rendered, data = ffi.new("kvf_chat_text *"), source.encode("utf-8", "replace")
     given = json.dumps(variables, allow_nan=False, default=lambda value: dict(value.items())).encode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +191,29 @@ def test_why_a_template_refuses(text: str, why: str) -> None:
     end = ".*: change them, or give another chat_format$"
     with pytest.raises(ConfigError, match=f"^the chat template refuses these messages: {why}{end}"):
         rendered(text, {"messages": CHAT})
+
+
+@pytest.mark.parametrize(
+    ("text", "jinja", "here"),
+    [
+        ("a{{ none }}b", "aNoneb", "ab"),
+        ("{{ 'a' + none }}", TypeError, "a"),
+        ("{{ '<' | safe + '<&' }}", "<&lt;&amp;", "<<&"),
+        ("{{ 'x' | center(5) }}", "  x  ", ConfigError),
+        ("{{ 'x'.ljust(3) }}", "x  ", ConfigError),
+        ("{{ 2 ** 3 }}", "8", ConfigError),
+        ("{{ '%3d' | format(1) }}", "  1", "%3d"),
+    ],
+)
+def test_where_a_text_differs_from_jinjas(text: str, jinja: Any, here: Any) -> None:
+    """The table of docs/clients.md."""
+    formatter = Jinja2ChatFormatter(text, eos_token="", bos_token="")
+    for write, expected in (
+        (lambda: formatter(messages=CHAT).prompt, jinja),
+        (lambda: rendered(text, {"messages": CHAT}), here),
+    ):
+        with nullcontext() if isinstance(expected, str) else pytest.raises(expected):
+            assert write() == expected
 
 
 def test_parts_that_a_template_cannot_write() -> None:
