@@ -216,6 +216,15 @@ def test_where_a_text_differs_from_jinjas(text: str, jinja: Any, here: Any) -> N
             assert write() == expected
 
 
+@pytest.mark.parametrize("block", ["{% if true %}y{% endif %}", "{# c #}y", "{%- if true %}y{% endif %}"])
+@pytest.mark.parametrize("before", ["x", "x ", "\n", "\n ", " ", "", "xx", " x", "\u00e9"])
+def test_what_stands_before_the_first_block(before: str, block: str) -> None:
+    """llama.cpp left out a character in front of a block, and the spaces behind it."""
+    text = before + block
+    jinja = Jinja2ChatFormatter(text, eos_token="", bos_token="")
+    assert rendered(text, {"messages": CHAT}) == jinja(messages=CHAT).prompt
+
+
 def test_parts_that_a_template_cannot_write() -> None:
     """Jinja raised, or wrote Python's form of the list; llama.cpp's engine writes nothing."""
     text = "{% for m in messages %}{{ '<' + m.content + '>' }}{% endfor %}"
