@@ -506,7 +506,7 @@ class Llama(llama_cpp.Llama):
                 if isinstance(self.chat_handler, vision.HANDLERS):
                     if self._at_hand.sequence is not None:
                         return vision.answer(self, self._at_hand, self._call_lock.lock, **given)
-                    vision.check_handler(self.chat_handler)
+                    vision.prepare(self.chat_handler)
             made = (
                 Chatting(self, previews=self._previews is not None).answer(given)
                 if self.chat_format == self._own_format

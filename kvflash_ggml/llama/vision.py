@@ -44,8 +44,22 @@ _BOUNDED = "kvflash_rendered"
 """The name of the function that renders the model's template, among the variables of the one that upstream compiles."""
 
 
-class Projector(MTMDChatHandler):
-    """The handler of `mmproj=`: upstream's that makes prompts by the model's own chat template.
+class Bounded(MTMDChatHandler):
+    """Upstream's handler that makes prompts by the model's own chat template, which the library renders."""
+
+    def __call__(self, *, llama: Any, messages: Any, **settings: Any) -> Any:
+        """As upstream."""
+        source = super()._get_chat_template(llama)
+        settings[_BOUNDED] = pass_context(lambda context: rendered(source, context.get_all()))
+        return super().__call__(llama=llama, messages=messages, **settings)
+
+    def _get_chat_template(self, llama_model: Any) -> str:
+        """Return a template for upstream to compile that has the model's own rendered within bounds."""
+        return f"{{{{ {_BOUNDED}() }}}}"
+
+
+class Projector(Bounded):
+    """The handler of `mmproj=`.
 
     ConfigError for a file that is no projector. It can be pickled, as `Llama` is.
     """
@@ -60,14 +74,11 @@ class Projector(MTMDChatHandler):
 
     def __call__(self, *, llama: Any, messages: Sequence[Any], **settings: Any) -> Any:
         """As upstream; sound (`input_audio`) goes its way as a data URL, as images do."""
-        source = super()._get_chat_template(llama)
-        settings[_BOUNDED] = pass_context(lambda context: rendered(source, context.get_all()))
         return super().__call__(llama=llama, messages=[_with_urls(message) for message in messages], **settings)
 
     def _get_chat_template(self, llama_model: Any) -> str:
-        """Return a template for upstream to compile that has the model's own rendered within bounds."""
-        self._takes_parts = takes_parts(super()._get_chat_template(llama_model))
-        return f"{{{{ {_BOUNDED}() }}}}"
+        self._takes_parts = takes_parts(MTMDChatHandler._get_chat_template(self, llama_model))
+        return super()._get_chat_template(llama_model)
 
     def _get_template_messages(self, messages: list[Any], media_marker: str) -> list[Any]:
         """As upstream; one text for each message where the template knows no parts."""
@@ -131,10 +142,16 @@ def open_projector(llm: llama_cpp.Llama, handler: object, known: dict[str, int])
             known[device.name] -= before[device.name] - device.free
 
 
-def check_handler(handler: Any) -> None:
-    """Raise what `purpose.check_projector` does for the file of one of the `HANDLERS`, before it is loaded."""
+def prepare(handler: Any) -> None:
+    """Check the projector file of one of the `HANDLERS`, as `purpose.check_projector`, before it is loaded.
+
+    From then on a handler of upstream's own classes renders the template of a model file within bounds.
+    """
     if handler.mtmd_ctx is None:
         purpose.check_projector(Path(handler.clip_model_path), "clip_model_path")
+    kind = type(handler)
+    if isinstance(handler, MTMDChatHandler) and kind.__module__ == MTMDChatHandler.__module__:
+        handler.__class__ = type(kind.__name__, (Bounded, kind), {})
 
 
 def reserve_bytes(handler: Any) -> int:
@@ -183,7 +200,7 @@ class Encoder:
             )
         self._lock = lock
         with self._lock:
-            check_handler(handler)
+            prepare(handler)
             with guarded(f"clip_model_path {handler.clip_model_path}"):
                 handler._init_mtmd_context(llm)
             _log_as_upstream(handler)

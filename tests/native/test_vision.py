@@ -471,6 +471,49 @@ def test_mmproj_and_a_hostile_template(template: str, why: str, pool: int | None
             llm.create_chat_completion([{"role": "user", "content": [{"type": "text", "text": "hi"}]}], max_tokens=1)
 
 
+@pytest.mark.parametrize("pool", [{}, {"kvflash": 2048, "kvflash_calibrate": False}])
+@pytest.mark.parametrize("kind", ["MTMDChatHandler", "Gemma4ChatHandler"])
+def test_a_handler_of_upstreams_and_a_hostile_file(
+    kind: str, pool: dict[str, Any], projector: Path, tmp_path: Path
+) -> None:
+    """Only `mmproj=` rendered the file's template within bounds."""
+    from llama_cpp import llama_chat_format
+
+    template = "{% for i in range(3000) %}" * 2 + "{% endfor %}" * 2 + "{{ messages[0].content[0].text }}"
+
+    def change(fields: dict[str, Field]) -> None:
+        fields["tokenizer.chat_template"] = Field.of("tokenizer.chat_template", template)
+
+    stock = getattr(llama_chat_format, kind)
+    chat = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    hostile = rewritten(MODEL, tmp_path / "model.gguf", change)
+    handler = stock(str(projector), verbose=False)
+    with (
+        closing(Llama(hostile, chat_handler=handler, **SIZE, **pool)) as llm,
+        pytest.raises(ConfigError, match=r"the chat template .*takes more than 8000000 steps"),
+    ):
+        llm.create_chat_completion(chat, max_tokens=1)
+    assert isinstance(handler, stock)
+    read = []
+    for given in ({"chat_handler": stock(str(projector), verbose=False)}, {"mmproj": projector}):
+        with closing(Llama(MODEL, **given, **SIZE, **pool)) as llm:
+            llm.create_chat_completion(chat, max_tokens=1)
+            read.append(llm.input_ids[: llm.n_tokens].tolist())
+    assert read[0] == read[1]
+
+
+def test_a_handler_of_ones_own_renders_as_it_likes(projector: Path) -> None:
+    from llama_cpp import llama_chat_format
+
+    class Own(llama_chat_format.MTMDChatHandler):
+        def _get_chat_template(self, llama_model: Any) -> str:
+            return "{{ 'a'.center(5) }}"
+
+    with closing(Llama(MODEL, chat_handler=Own(str(projector), verbose=False), **SIZE)) as llm:
+        llm.create_chat_completion([{"role": "user", "content": "hi"}], max_tokens=1)
+        assert llm.detokenize(llm.input_ids[: llm.n_tokens].tolist()).startswith(b"  a  ")
+
+
 def test_mmproj_keeps_the_parts_that_a_template_goes_through(projector: Path) -> None:
     from kvflash_ggml.llama.vision import Projector
 
