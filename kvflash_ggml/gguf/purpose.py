@@ -27,7 +27,10 @@ _REMEDY = "Fetch the file again, or convert it anew."
 _OVERRIDES = "kv_overrides (--override-kv)"
 _OTHER = "Leave it out, or give another value."
 _MOST_LAYERS, _MOST_EXPERTS, _MOST_COUNT = 512, 1024, (1 << 31) - 1
-_DIVISORS = ("full_attention_interval", "ssm.inner_size", "ssm.state_size", "ssm.conv_kernel", "ssm.time_step_rank")
+_DIVISORS = (
+    "full_attention_interval", "ssm.inner_size", "ssm.state_size", "ssm.conv_kernel", "ssm.time_step_rank",
+    "wkv.head_size",
+)  # fmt: skip
 """Counts that llama.cpp divides by, or makes tensors of."""
 
 _SCALINGS = ("none", "linear", "yarn", "longrope")
@@ -278,7 +281,9 @@ def _limits(file: GGUF) -> dict[str, tuple[int, int]]:
     limits = {key: (1, _MOST_COUNT) for key in _DIVISORS if file.own(key) is not None}
     if file.own("expert_gating_func") is not None:
         limits["expert_gating_func"] = (int(file.architecture in _GATED), _MOST_GATING)
-    if file.architecture == "llama4" and file.own("attention.sliding_window") is not None:
+    if file.architecture == "afmoe" or (
+        file.architecture == "llama4" and file.own("attention.sliding_window") is not None
+    ):
         limits["attention.sliding_window"] = (1, _MOST_COUNT)
     limits |= {
         "block_count": (1, _MOST_LAYERS),
