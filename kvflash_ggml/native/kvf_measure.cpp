@@ -1,6 +1,7 @@
 // What a model and a context would take, without making them.
 #include "kvf_device.h"
 #include "kvf_error.h"
+#include "kvf_guard.h"
 #include "kvf_pool.h"
 #include "kvf_probe.h"
 #include "kvf_state.h"
@@ -55,39 +56,6 @@ private:
     void *                user_data = nullptr;
     std::string           text;
 };
-
-// While this lives, an assertion of ggml's that fails on this thread is an exception and not the end of the process: a file may
-// say anything, and upstream takes its word for some of it. What is thrown passes ggml's C, which has nothing to clean up.
-class assertions_throw {
-public:
-    assertions_throw() {
-        here     = true;
-        previous = ggml_set_abort_callback(raise);
-    }
-    ~assertions_throw() {
-        ggml_set_abort_callback(previous);
-        here = false;
-    }
-    assertions_throw(const assertions_throw &) = delete;
-
-private:
-    static void raise(const char * message) {
-        if (here) {
-            const char * folder = strrchr(message, '/');
-            throw std::runtime_error(folder ? folder + 1 : message);
-        }
-        if (previous) {
-            previous(message);
-        } else {
-            fprintf(stderr, "%s\n", message);
-        }
-    }
-
-    static thread_local bool            here;
-    static inline ggml_abort_callback_t previous = nullptr;
-};
-
-thread_local bool assertions_throw::here = false;
 
 std::mutex one_at_a_time;  // where errors go is one for the process
 
@@ -218,7 +186,7 @@ kvf_status kvf_sketch_init(const char * path, const void * model_params, void **
     params.load_mode = LLAMA_LOAD_MODE_NONE;
     const std::lock_guard<std::mutex> lock(one_at_a_time);
     const private_log                 log;
-    const assertions_throw            scope;
+    const kvf_guard                   guard;
     try {
         *model = llama_model_load_from_file(path, params);
         return *model ? KVF_STATUS_SUCCESS : kvf_fail(KVF_STATUS_ARGUMENT, "%s", log.errors("it is no model"));
@@ -284,7 +252,7 @@ kvf_status kvf_measure(void * model_ptr, const void * context_params, uint32_t c
     }
     const std::lock_guard<std::mutex> lock(one_at_a_time);
     const private_log                 log;
-    const assertions_throw            errors;
+    const kvf_guard                   guard;
     try {
         const auto      weights = model.memory_breakdown();  // before sizes and memory part
         const measuring scope(model, cells, query_rows);

@@ -2,6 +2,7 @@
 
 #include "kvf_device.h"
 #include "kvf_error.h"
+#include "kvf_guard.h"
 #include "kvf_pool.h"
 #include "kvf_rollback.h"
 #include "kvf_state.h"
@@ -208,6 +209,7 @@ kvf_status kvf_probe(const void * model_ptr, int32_t type_k, int32_t type_v, int
         return kvf_fail(KVF_STATUS_ARGUMENT, "room for %d devices, there are %d", n, kvf_model_n_devices(model_ptr));
     }
     try {
+        const kvf_guard guard;
         auto refusal = model_refusal(model);
         if (refusal.empty()) {
             const auto wrong = type_refusal(model, type_k, type_v);
@@ -241,6 +243,7 @@ int64_t kvf_plane_bytes(const void * model_ptr) {
         return 0;
     }
     try {
+        const kvf_guard guard;
         const auto memory = smallest_memory(model, GGML_TYPE_F16, GGML_TYPE_F16, /*.offload =*/ 0);
         const auto * recurrent = kvf_find_recurrent(memory.get());
         return recurrent ? kvf_recurrent_bytes(*recurrent) : 0;

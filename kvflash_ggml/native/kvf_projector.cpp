@@ -4,32 +4,15 @@
 
 #include "kvf.h"
 
-#include <cstdio>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 namespace {
 
-std::mutex            mutex;
-int                   guards;  // of all threads
-ggml_abort_callback_t before;
-
-thread_local int         guarded;
-thread_local std::string refused;
-
 [[noreturn]] void refuse(const std::string & reason) {
     kvf_refuse(reason.c_str());
     throw std::runtime_error(reason);
-}
-
-void on_abort(const char * message) {
-    if (guarded > 0) {
-        const std::string text = message;
-        refuse(text.substr(text.rfind('/', text.find(": ")) + 1));  // without the folder of its source
-    }
-    fprintf(stderr, "%s\n", message);
 }
 
 bool is_float(const ggml_tensor * tensor) {
@@ -163,41 +146,6 @@ bool has_rows(const ggml_tensor * node) {
 }
 
 }  // namespace
-
-void kvf_guard::begin() {
-    const std::lock_guard<std::mutex> lock(mutex);
-    on = true;
-    guarded++;
-    if (guards++ == 0) {
-        before = ggml_set_abort_callback(on_abort);
-    }
-}
-
-void kvf_guard::end() {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (!on) {
-        return;
-    }
-    on = false;
-    guarded--;
-    if (--guards == 0) {
-        ggml_set_abort_callback(before);
-    }
-}
-
-const char * kvf_guard_reason(void) {
-    thread_local std::string told;
-    told.swap(refused);
-    refused.clear();
-    return told.c_str();
-}
-
-void kvf_refuse(const char * reason) {
-    refused = reason;
-    while (!refused.empty() && refused.back() == '\n') {
-        refused.pop_back();
-    }
-}
 
 void kvf_missing_beside(const char * operation, const ggml_tensor * other) {
     if (other != nullptr && other->name[0] == '\0' && other->src[0] != nullptr) {

@@ -4,24 +4,7 @@
 
 #include "ggml-backend.h"
 #include "ggml.h"
-
-// While one lives, an assertion of ggml on this thread throws too. Nothing may be computed meanwhile, since threads of a step
-// would wait for the one that has left. kvf_guard_reason() tells what was thrown last.
-struct kvf_guard {
-    kvf_guard() { begin(); }
-    ~kvf_guard() { end(); }
-    kvf_guard(const kvf_guard &)             = delete;
-    kvf_guard & operator=(const kvf_guard &) = delete;
-
-    void begin();
-    void end();
-
-  private:
-    bool on = false;
-};
-
-// Note why a projector is refused, for kvf_guard_reason().
-void kvf_refuse(const char * reason);
+#include "kvf_guard.h"
 
 // Throw: an operation lacks a tensor beside another one, null for none; or a tensor with a name is missing.
 [[noreturn]] void kvf_missing_beside(const char * operation, const ggml_tensor * other);
