@@ -227,7 +227,8 @@ class Acceptance:
 
 
 class DraftCosts:
-    """What the drafts of one drafter take and win. serial: its tokens cost one after the other.
+    """What the drafts of one drafter take and win. serial: its tokens cost one after the other, beside a part that does
+    not grow with their number.
 
     unread: tokens of a prompt that it reads before it proposes. pace: seconds that each of these took last. failed:
     proposals in vain, in a row. resting: steps until it is considered again, and why. idle_steps: steps
@@ -241,9 +242,9 @@ class DraftCosts:
         self.failed = self.resting = self.idle_steps = 0
         self.unsure = False
         self.why = ""
-        self._times: deque[float] = deque(maxlen=SAMPLES)
         self._counts: deque[int] = deque(maxlen=SAMPLES)
-        self._each = 0.0  # seconds, of a token or of a proposal
+        self._times: dict[int, deque[float]] = {}  # by tokens if it is serial, else all at 0
+        self._known: dict[int, float] = {}  # their medians
 
     def record(self, count: int, seconds: float) -> None:
         """Note a proposal of `count` tokens."""
@@ -253,11 +254,16 @@ class DraftCosts:
         if self.unread:
             self.pace = seconds / self.unread
         elif count or not self.serial:
-            each = seconds / count if self.serial else seconds
-            if self._each:
-                self._times.append(each)
-            self.unsure = not self._times
-            self._each = median(self._times) if self._times else each
+            self.unsure = not self._known
+            at = count if self.serial else 0
+            if self.unsure:
+                self._known[at] = seconds
+                return
+            if not self._times:
+                self._known = {}
+            times = self._times.setdefault(at, deque(maxlen=SAMPLES))
+            times.append(seconds)
+            self._known[at] = median(times)
 
     def rest(self, steps: int) -> None:
         """Note steps, whoever drafted for them."""
@@ -269,8 +275,19 @@ class DraftCosts:
         return limit if self.serial or not self._counts else min(limit, round(median(self._counts)))
 
     def seconds(self, count: int) -> float:
-        """Return the seconds that a proposal of `count` tokens takes; 0 before it is known."""
-        return self._each * (count if self.serial else 1)
+        """Return the seconds that a proposal of `count` tokens takes; a low guess where none was timed, 0 at first."""
+        known = self._known
+        if not known:
+            return 0.0
+        if not self.serial:
+            return known[0]
+        if count in known:
+            return known[count]
+        first, last = min(known), max(known)
+        if count < first:
+            return known[first] * count / first
+        # a part of it is fixed, nobody knows yet how much: half is taken for that
+        return _between(known, count) if first < last else known[last] * (last + count) / (2 * last)
 
 
 class Budget:
