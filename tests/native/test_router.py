@@ -16,6 +16,7 @@ from urllib.request import Request, urlopen
 import pytest
 from support.compat_models import write_embedding
 from support.harness import TEXT
+from support.rounding import ON_GPU
 from support.serving import Served, serve
 
 WORDS = TEXT.read_text(encoding="utf-8").split()
@@ -117,6 +118,7 @@ def _take_turns(served: Served, sessions: Path) -> None:
     assert served.stop() == 0
 
 
+@pytest.mark.skipif(ON_GPU, reason="the sizes are those of a CPU")
 def test_two_of_three_have_room(models: dict[str, Path], folder: Path) -> None:
     """One that embeds beside one that answers; the one that was used longest ago leaves for the third."""
     write_embedding(models["dense"], folder / "vectors.gguf")
