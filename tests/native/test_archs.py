@@ -17,6 +17,7 @@ pytestmark = [
 EXPECTED = {
     "llama": "plain",
     "qwen3": "plain",
+    "plm": "plain",
     "mpt": "plain, ALiBi",
     "gemma3": "sliding window",
     "gemma4": "sliding window",
