@@ -55,7 +55,17 @@ class Bounded(MTMDChatHandler):
 
     def _get_chat_template(self, llama_model: Any) -> str:
         """Return a template for upstream to compile that has the model's own rendered within bounds."""
+        self._takes_parts = takes_parts(super()._get_chat_template(llama_model))
         return f"{{{{ {_BOUNDED}() }}}}"
+
+    def _get_template_messages(self, messages: list[Any], media_marker: str) -> list[Any]:
+        """As upstream; one text for each message where the template knows no parts."""
+        made = super()._get_template_messages(messages, media_marker)
+        if not self._takes_parts:
+            for message in made:
+                if isinstance(message.get("content"), list):
+                    message["content"] = "".join(part.get("text", "") for part in message["content"])
+        return made
 
 
 class Projector(Bounded):
@@ -67,7 +77,6 @@ class Projector(Bounded):
     def __init__(self, path: Path) -> None:
         purpose.check_projector(path)
         super().__init__(clip_model_path=str(path), verbose=False)
-        self._takes_parts = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Projector, (Path(self.clip_model_path),)
@@ -75,19 +84,6 @@ class Projector(Bounded):
     def __call__(self, *, llama: Any, messages: Sequence[Any], **settings: Any) -> Any:
         """As upstream; sound (`input_audio`) goes its way as a data URL, as images do."""
         return super().__call__(llama=llama, messages=[_with_urls(message) for message in messages], **settings)
-
-    def _get_chat_template(self, llama_model: Any) -> str:
-        self._takes_parts = takes_parts(MTMDChatHandler._get_chat_template(self, llama_model))
-        return super()._get_chat_template(llama_model)
-
-    def _get_template_messages(self, messages: list[Any], media_marker: str) -> list[Any]:
-        """As upstream; one text for each message where the template knows no parts."""
-        made = super()._get_template_messages(messages, media_marker)
-        if not self._takes_parts:
-            for message in made:
-                if isinstance(message.get("content"), list):
-                    message["content"] = "".join(part.get("text", "") for part in message["content"])
-        return made
 
     def _init_mtmd_context(self, llama_model: Any) -> None:
         _log_as_upstream(self)

@@ -497,7 +497,8 @@ def test_a_handler_of_upstreams_and_a_hostile_file(
     read = []
     for given in ({"chat_handler": stock(str(projector), verbose=False)}, {"mmproj": projector}):
         with closing(Llama(MODEL, **given, **SIZE, **pool)) as llm:
-            llm.create_chat_completion(chat, max_tokens=1)
+            photo = {"type": "image_url", "image_url": {"url": png(RED)}}
+            llm.create_chat_completion([{"role": "user", "content": [photo, *chat[0]["content"]]}], max_tokens=1)
             read.append(llm.input_ids[: llm.n_tokens].tolist())
     assert read[0] == read[1]
 
