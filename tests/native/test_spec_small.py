@@ -58,7 +58,7 @@ def written(llm: Any, text: Any, count: int) -> list[int]:
 
 
 def test_it_drafts_what_it_would_write(small: Any, stock: Any, tokens: Any) -> None:
-    alone, drafter = stock("small", n_ctx=2048), small()
+    alone, drafter = stock("small", n_ctx=2048, flash_attn=True), small()  # a drafter attends so
     text, read, agree = tokens[:900], 0, []
     for root in (600, 603, 604, 690, 860):
         drafter.observe(read, text[read:root], None)
