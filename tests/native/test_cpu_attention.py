@@ -268,7 +268,7 @@ def test_heads_of_a_group_have_the_bits_of_single_ones(rows: int) -> None:
     np.testing.assert_array_equal(bits(attention(given)), bits(attention(alone)))
 
 
-@pytest.mark.parametrize("rows", [2, 64, 70])
+@pytest.mark.parametrize("rows", [pytest.param(2, marks=tiles), 64, 70])
 def test_tiles_leave_out_rows_that_see_nothing(rows: int) -> None:
     """Half of the rows see the first two tiles, the others two more: what lies there does not reach the first ones."""
     given = inputs(rows, 256)
