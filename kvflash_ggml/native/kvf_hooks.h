@@ -1,11 +1,13 @@
-// The functions that the patched llama.cpp sources call. Behind them are kvf_pool.cpp, kvf_query.cpp and kvf_stage.cpp.
+// The functions that the patched llama.cpp sources call. Behind them are kvf_pool.cpp, kvf_query.cpp, kvf_stage.cpp and
+// kvf_top.cpp.
 #pragma once
 
 #include "llama-kv-cache.h"
 
 #include <memory>
 
-class llm_graph_result;
+struct llama_context;
+class  llm_graph_result;
 
 // Called by the constructor of an attention cache without a sliding window. Returns null, and leaves kv_size alone,
 // unless the creating thread has asked for a pool with kvf_set_pool(). Throws if the cache would have several streams.
@@ -36,3 +38,18 @@ ggml_tensor * kvf_stage_mask(const kvf_pool * pool, ggml_context * ctx, int64_t 
 
 // Is this mask, of an earlier graph, that of the running step?
 bool          kvf_stage_mask_fits(const kvf_pool * pool, const ggml_tensor * mask);
+
+// Where a GPU makes the logits, kvf_logits_top() finds the likeliest token of each row there, and the logits come to the host
+// when somebody asks for them; at the end of each step where somebody asked for those of the last one.
+
+// Appends to the graph the likeliest token of each row of logits, and the row's sum, which is a number only if all of it is.
+void kvf_find_top(llm_graph_result & res, ggml_backend_dev_t output);
+
+// Do the logits stay where this graph makes them? whole: there are no others of the step.
+bool kvf_leave_logits(llama_context & ctx, const llm_graph_result & res, bool whole);
+
+// Copies logits that have stayed, and forgets their graph: somebody asks for them, who may change them.
+void kvf_fetch_logits(llama_context & ctx);
+
+// The same where nobody asks: the graph ends here, or its rows change places.
+void kvf_settle_logits(llama_context & ctx);

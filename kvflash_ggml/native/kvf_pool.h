@@ -26,6 +26,9 @@ struct kvf_access {
     static void   reserve(llama_context & ctx);
     static bool   set_logits(llama_context & ctx, const float * row);
     static bool   has_logits(const llama_context & ctx, int32_t row);
+    static bool   leave_logits(llama_context & ctx, const llm_graph_result & res, bool whole);
+    static void   settle_logits(llama_context & ctx, bool wanted);
+    static bool   find_top(llama_context & ctx, int32_t n, const int32_t * row, int32_t * id);
 };
 
 class  kvf_query_index;  // kvf_query.cpp

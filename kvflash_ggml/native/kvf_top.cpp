@@ -3,12 +3,14 @@
 #include "kvf_error.h"
 #include "kvf_pool.h"
 
+#include "llama-graph.h"
 #include "llama-model.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -179,6 +181,84 @@ private:
 
 }  // namespace
 
+void kvf_find_top(llm_graph_result & res, ggml_backend_dev_t output) {
+    auto * logits = res.t_logits;
+    const auto type = output ? ggml_backend_dev_type(output) : GGML_BACKEND_DEVICE_TYPE_CPU;
+    if (!logits || (type != GGML_BACKEND_DEVICE_TYPE_GPU && type != GGML_BACKEND_DEVICE_TYPE_IGPU) ||
+        !ggml_backend_dev_host_buffer_type(output) ||  // a server, or one that copies nothing faster by itself
+        !ggml_is_contiguous(logits) || logits->type != GGML_TYPE_F32) {
+        return;
+    }
+    auto * best  = ggml_argmax  (res.ctx_compute.get(), logits);
+    auto * total = ggml_sum_rows(res.ctx_compute.get(), logits);
+    if (ggml_backend_dev_supports_op(output, best) && ggml_backend_dev_supports_op(output, total)) {
+        for (auto * found : { best, total }) {
+            ggml_set_output(found);
+            ggml_build_forward_expand(res.gf, found);
+        }
+        res.t_best  = best;
+        res.t_total = total;
+    }
+}
+
+bool kvf_leave_logits(llama_context & ctx, const llm_graph_result & res, bool whole) {
+    return kvf_access::leave_logits(ctx, res, whole);
+}
+
+void kvf_fetch_logits(llama_context & ctx) {
+    kvf_access::settle_logits(ctx, true);
+}
+
+void kvf_settle_logits(llama_context & ctx) {
+    kvf_access::settle_logits(ctx, false);
+}
+
+bool kvf_access::leave_logits(llama_context & ctx, const llm_graph_result & res, bool whole) {
+    if (!whole || !res.t_best) {
+        return false;
+    }
+    ctx.kvf_newest = &res;
+    ctx.kvf_left   = !std::exchange(ctx.kvf_wanted, false);
+    return ctx.kvf_left;
+}
+
+void kvf_access::settle_logits(llama_context & ctx, bool wanted) {
+    if (ctx.kvf_left) {
+        auto * logits  = ctx.kvf_newest->t_logits;
+        auto * backend = ggml_backend_sched_get_tensor_backend(ctx.sched.get(), logits);
+        ggml_backend_tensor_get_async(backend, logits, ctx.logits.data, 0, ggml_nbytes(logits));
+        ggml_backend_synchronize(backend);
+    }
+    ctx.kvf_left    = false;
+    ctx.kvf_newest  = nullptr;
+    ctx.kvf_wanted |= wanted;
+}
+
+// By the device. False if it was not asked, or if a row may have something that is no number: the host knows then.
+bool kvf_access::find_top(llama_context & ctx, int32_t n, const int32_t * row, int32_t * id) {
+    const auto * res = ctx.kvf_newest;
+    if (!res) {
+        return false;
+    }
+    ctx.synchronize();
+    std::vector<int32_t> best(ctx.n_outputs);
+    std::vector<float>   total(ctx.n_outputs);
+    ggml_backend_tensor_get(res->t_best,  best.data(),  0, best.size()*sizeof(int32_t));
+    ggml_backend_tensor_get(res->t_total, total.data(), 0, total.size()*sizeof(float));
+    for (const auto & swap : ctx.output_swaps) {
+        std::swap(best[swap.i0],  best[swap.i1]);
+        std::swap(total[swap.i0], total[swap.i1]);
+    }
+    for (int32_t i = 0; i < n; ++i) {
+        const auto j = ctx.output_resolve_row(row[i]);
+        if (!std::isfinite(total[j])) {
+            return false;
+        }
+        id[i] = best[j];
+    }
+    return true;
+}
+
 bool kvf_access::has_logits(const llama_context & ctx, int32_t row) {
     const int32_t kept = ctx.logits.data ? ctx.n_outputs : 0;
     if (row < 0) {
@@ -197,6 +277,9 @@ kvf_status kvf_logits_top(void * ctx_ptr, int32_t n, const int32_t * row, int32_
         if (!kvf_access::has_logits(ctx, row[i])) {
             return kvf_fail(KVF_STATUS_ARGUMENT, "row %d has no logits: the newest step has not kept them", row[i]);
         }
+    }
+    if (k == 1 && !logp && kvf_access::find_top(ctx, n, row, id)) {
+        return KVF_STATUS_SUCCESS;
     }
     ranking best(k, logp != nullptr);
     for (int32_t i = 0; i < n; ++i) {

@@ -26,6 +26,7 @@ from support.harness import (
     write_iswa,
     write_latent_heads,
     write_packed,
+    write_twins,
     write_uneven,
 )
 from support.rounding import GPU_LAYERS, ON_GPU
@@ -82,8 +83,8 @@ def model(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     """Path of a model by kind.
 
     "iswa", "narrow" (its heads are), "uneven", "latent" and "latent heads" (one head, several; random weights), "f32"
-    (the dense one, dequantised), "packed" (Q4_K) and "headed" (the hybrid one with its MTP head) are made when asked
-    for; "of NAME" is a tiny one of that architecture.
+    (the dense one, dequantised), "packed" (Q4_K), "twins" (two tokens are always as likely) and "headed" (the hybrid one with its MTP
+    head) are made when asked for; "of NAME" is a tiny one of that architecture.
     """
     made = dict(models)
 
@@ -100,6 +101,7 @@ def model(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
                 "latent heads": write_latent_heads,
                 "f32": dequantise,
                 "packed": write_packed,
+                "twins": write_twins,
                 "headed": lambda _, path: with_head(models["hybrid"], models["mtp"], path),
             }
             if kind.startswith("of "):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import Bare, evaluate
+from support.rounding import ON_GPU
 
 from kvflash_ggml.errors import DecodeError, EngineError
 from kvflash_ggml.sequence.prefill import extend
@@ -139,3 +140,28 @@ def test_of_logits_that_were_put_back(run: Bare) -> None:
     row[77] = 1
     run.session.engine.set_logits(row)
     assert run.session.engine.argmax([-1, 0]).tolist() == [77, 77]
+
+
+@pytest.mark.skipif(not ON_GPU, reason="logits that a CPU makes are in host memory at once")
+def test_logits_stay_on_a_gpu_until_they_are_asked_for(run: Bare, logits: Any, tokens: Any) -> None:
+    engine = run.session.engine
+    engine.truncate(50, seq=0)
+    extend(run.session, tokens[50:60])  # after somebody has asked, these come at once
+    first = engine.argmax([-1])
+    logits[0] = 0
+    extend(run.session, tokens[60:61])
+    best = engine.argmax([-1])
+    assert not logits[0].any()
+    assert best.tolist() == [run.row().argmax()]
+    assert logits[0].any()
+    logits[0, :] = np.eye(run.n_vocab, dtype=np.float32)[first[0] - 1]  # who has asked for them may change them
+    assert engine.argmax([-1]).tolist() == [first[0] - 1]
+
+
+def test_the_first_of_equally_likely_tokens(bare: Make, tokens: Any) -> None:
+    one = bare("twins", pool=512, n_ctx=512)
+    extend(one.session, tokens[:50])
+    best = one.session.engine.argmax([-1])
+    row = one.row()
+    assert (row == row.max()).sum() > 1
+    assert best.tolist() == [row.argmax()]

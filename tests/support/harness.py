@@ -261,6 +261,19 @@ def write_packed(source: Path, target: Path) -> None:
     _finish(writer)
 
 
+def write_twins(source: Path, target: Path) -> None:
+    """The same model, where another token is exactly as likely as any: of 1,024 threads the one before has it."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "qwen3")
+    _copy_fields(reader, writer, lambda key: True)
+    for tensor in reader.tensors:
+        data = tensor.data.copy()
+        if tensor.name == "output.weight":
+            data[1024:2047], data[2047:] = data[1:1024], data[0]
+        writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
+    _finish(writer)
+
+
 def write_reranker(source: Path, target: Path) -> None:
     """The same model with a head of random weights that ranks texts, and a template for pairs of them."""
     reader = gguf.GGUFReader(source)
