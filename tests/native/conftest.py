@@ -83,8 +83,8 @@ def model(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     """Path of a model by kind.
 
     "iswa", "narrow" (its heads are), "uneven", "latent" and "latent heads" (one head, several; random weights), "f32"
-    (the dense one, dequantised), "packed" (Q4_K), "twins" (two tokens are always as likely) and "headed" (the hybrid one
-    with its MTP head) are made when asked for; "of NAME" is a tiny one of that architecture.
+    (the dense one, dequantised), "packed" (Q4_K), "twins" (two tokens are always as likely) and "headed" (the hybrid
+    one with its MTP head) are made when asked for; "of NAME" is a tiny one of that architecture.
     """
     made = dict(models)
 
