@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import llama_cpp
 from llama_cpp import _internals as internals
 
-from ..errors import ConfigError, KVFlashError
+from ..errors import ConfigError, DecodeError, KVFlashError
 from ..gguf import purpose
 
 if TYPE_CHECKING:
     from ..sequence.sequence import Sequence as Text
+
+FAILED = -3
+"""What llama_decode returns where a step could not be computed."""
 
 _paged: weakref.WeakValueDictionary[int, PagedContext] = weakref.WeakValueDictionary()
 """The contexts that live, by address."""
@@ -80,7 +83,15 @@ def take_closing(context: internals.LlamaContext) -> ExitStack:
 
 
 def _explain(result: int, function: Any, arguments: tuple[Any, ...]) -> int:
-    """Say why llama.cpp refuses a program that decodes on a paged context by itself, as guidance does."""
+    """Say why llama.cpp refuses a program that decodes on a paged context by itself, as guidance does.
+
+    DecodeError for a step that fails an assertion.
+    """
+    if result == FAILED:
+        from ..native.guard import reason  # here: it is rare
+
+        if said := reason():
+            raise DecodeError(f"llama.cpp says {said}: convert the model again, or leave out what replaces its values")
     if result != 0 and ctypes.cast(arguments[0], ctypes.c_void_p).value in _paged:
         raise KVFlashError(
             "llama_decode was called on a paged context: only Llama.eval and what is built on it can evaluate "

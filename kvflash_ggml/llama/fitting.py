@@ -35,6 +35,14 @@ logger = logging.getLogger("kvflash_ggml")
 N_CTX, N_BATCH, N_UBATCH = 512, 512, 512
 """llama-cpp-python's."""
 
+_REPLACED = (
+    (bool, llama_cpp.LLAMA_KV_OVERRIDE_TYPE_BOOL, "val_bool"),
+    (int, llama_cpp.LLAMA_KV_OVERRIDE_TYPE_INT, "val_i64"),
+    (float, llama_cpp.LLAMA_KV_OVERRIDE_TYPE_FLOAT, "val_f64"),
+    (str, llama_cpp.LLAMA_KV_OVERRIDE_TYPE_STR, "val_str"),
+)
+"""Types of values that take the place of a field, and how llama.cpp is told each."""
+
 NOT_MADE = "llama.cpp could not make it all the same: something else may have taken memory meanwhile."
 
 
@@ -81,7 +89,7 @@ def check_full_cache(path: str, asked: ModelRequest) -> None:
         return
     n_ctx, flash = asked.upstream["n_ctx"], bool(asked.upstream.get("flash_attn", False))
     try:
-        with measure.sketch(path, llama_cpp.llama_model_default_params()) as model:
+        with measure.sketch(path, _model_params(asked)) as model:
             settings = [_context_params(asked.upstream, n, N_BATCH, 0, flash=flash) for n in (LONG >> 9, LONG >> 8)]
             found = [measure.measure(model, one, cells=0).devices for one in settings]
     except KVFlashError:  # the load says what is wrong with it
@@ -104,7 +112,7 @@ def check_limits(path: str, asked: ModelRequest) -> None:
     if config is None or not bounds:
         return
     try:
-        with measure.sketch(path, llama_cpp.llama_model_default_params()) as model:
+        with measure.sketch(path, _model_params(asked)) as model:
             params = _context_params(settings, POOL_STEP, CHUNK, 0, flash=True)
             layers = measure.measure(model, params, cells=POOL_STEP).layers
     except KVFlashError:  # the load says what is wrong with it
@@ -169,7 +177,7 @@ def beside(path: str, asked: ModelRequest) -> Beside:
     found, drafts = search(Path(path), config), likely(config, asked.upstream.get("draft_model"))
     embeds = 0
     if config.embedding:
-        with measure.sketch(path, llama_cpp.llama_model_default_params()) as model:
+        with measure.sketch(path, _model_params(asked)) as model:
             embeds = embedding.reserve_bytes(model, llama_cpp.llama_context_default_params(), config)
     rows = 0 if scorer is None else scorer.query_rows
     return Beside(
@@ -257,7 +265,7 @@ def predicted(
     if settings.get("split_mode", LAYER) not in (NONE, LAYER):
         raise ConfigError("fit places whole layers: leave out split_mode, or use split_mode=1 (layer) or 0 (none)")
     layers = settings.get("n_gpu_layers", None if open_ else 0)
-    model = llama_cpp.llama_model_default_params()
+    model = _model_params(asked)
     model.n_gpu_layers = ALL_LAYERS if layers is None or layers < 0 else layers
     for name in ("split_mode", "main_gpu"):
         if name in settings:
@@ -308,6 +316,18 @@ def predicted(
         overrides=overrides,
         reserved=beside.reserved,
     )
+
+
+def _model_params(asked: ModelRequest) -> Any:
+    """Return upstream's parameters of a model with the values that `asked` replaces. A load reads these from it."""
+    params, replaced = llama_cpp.llama_model_default_params(), asked.upstream.get("kv_overrides") or {}
+    fields = (llama_cpp.llama_model_kv_override * (len(replaced) + 1))()  # the last one ends them
+    for field, (name, value) in zip(fields, replaced.items(), strict=False):
+        tag, attribute = next((tag, attribute) for kind, tag, attribute in _REPLACED if isinstance(value, kind))
+        field.key, field.tag = name.encode(), tag
+        setattr(field.value, attribute, value.encode() if isinstance(value, str) else value)
+    params.kv_overrides = fields
+    return params
 
 
 def _context_params(settings: dict[str, Any], n_ctx: int, n_batch: int, planes: int, *, flash: bool) -> Any:

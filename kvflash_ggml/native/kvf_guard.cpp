@@ -6,7 +6,6 @@
 
 #include <cstdio>
 #include <mutex>
-#include <stdexcept>
 #include <string>
 
 namespace {
@@ -22,9 +21,13 @@ void on_abort(const char * message) {
     if (guarded > 0) {
         const std::string text = message;
         kvf_refuse(text.substr(text.rfind('/', text.find(": ")) + 1).c_str());  // without the folder of its source
-        throw std::runtime_error(refused);
+        throw kvf_asserted(refused);
     }
-    fprintf(stderr, "%s\n", message);
+    if (before) {
+        before(message);
+    } else {
+        fprintf(stderr, "%s\n", message);
+    }
 }
 
 }  // namespace
@@ -32,7 +35,9 @@ void on_abort(const char * message) {
 void kvf_guard::begin() {
     const std::lock_guard<std::mutex> lock(mutex);
     on = true;
-    guarded++;
+    if (guarded++ == 0) {
+        refused.clear();  // of an earlier call, where nobody has asked
+    }
     if (guards++ == 0) {
         before = ggml_set_abort_callback(on_abort);
     }

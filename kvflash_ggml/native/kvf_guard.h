@@ -1,5 +1,13 @@
-// Turns an assertion of ggml into an exception: in libmtmd, and while llama.cpp loads a model or makes a context.
+// Turns an assertion of ggml into an exception: in libmtmd, while llama.cpp loads a model or makes a context, and while a step
+// builds its graph and sets its inputs.
 #pragma once
+
+#include <stdexcept>
+
+// What an assertion throws where a kvf_guard lives.
+struct kvf_asserted : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
 
 // While one lives, an assertion of ggml on this thread throws. Nothing may be computed meanwhile, since threads of a step would
 // wait for the one that has left. It passes ggml's C, which has nothing to clean up. kvf_guard_reason() tells what was thrown last.

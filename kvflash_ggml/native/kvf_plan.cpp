@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <chrono>
 #include <exception>
+#include <string>
 
 namespace {
 
@@ -165,7 +166,9 @@ kvf_status decode(kvf_engine & engine, const kvf_plan & plan, const llama_batch 
         } else {
             reach.failed();
         }
-        return kvf_fail(KVF_STATUS_DECODE, "llama_decode returned %d for %d tokens", code, batch.n_tokens);
+        const std::string why = code == -3 ? kvf_guard_reason() : "";
+        return kvf_fail(KVF_STATUS_DECODE, "llama_decode returned %d for %d tokens%s%s", code, batch.n_tokens,
+                        why.empty() ? "" : ": ", why.c_str());
     } catch (const std::exception & err) {
         reach.failed();
         LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from support.rounding import ON_GPU
 from support.serving import serve
 
 from kvflash_ggml.config import KVFlashConfig
-from kvflash_ggml.errors import ConfigError, ContextFull, EncoderError
+from kvflash_ggml.errors import ConfigError, ContextFull, EncoderError, UnsupportedModelError
 from kvflash_ggml.gguf.reader import Field
 
 POOL = KVFlashConfig(pool=512, embedding=512)
@@ -184,6 +185,24 @@ def test_a_server_of_an_encoder(encoder: Path, llama: Callable[..., Any]) -> Non
         for path in ("/metrics", "/props", "/slots", "/kvflash/state", "/v1/models", "/health"):
             assert server.ask(path).status == 200
         assert server.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("bert", "this model is an encoder: it embeds texts and writes none"),
+        ("t5encoder", "this model is an encoder: it embeds texts and writes none"),
+        ("t5", "this model's decoder reads what its encoder has made of a text, and Llama asks no encoder"),
+    ],
+)
+def test_a_model_that_writes_nothing_by_itself(kind: str, why: str, model: Callable[[str], Path]) -> None:
+    """It was upstream's bare AssertionError, an answer of nothing, or the end of the process."""
+    from kvflash_ggml import Llama
+
+    with closing(Llama(str(model(f"of {kind}")), n_ctx=64, verbose=False)) as llm:
+        for ask in (lambda: llm.eval([5, 6]), lambda: llm.create_completion([5, 6], max_tokens=1)):
+            with pytest.raises(UnsupportedModelError, match=why):
+                ask()
 
 
 def test_a_server_that_ranks(reranker: Path) -> None:

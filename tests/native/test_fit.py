@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.harness import MODELS
 from support.inside import inside
 from support.rounding import ON_GPU
 from support.servers import device_names, running
@@ -262,6 +263,18 @@ def test_a_full_cache_can_be_fitted_too(mixture: str, loaded: None) -> None:
     assert llm.placement.pool == llm.placement.n_ctx == 2048
     assert llm.kvflash is None
     assert answer(llm) == ANSWER
+    llm.close()
+
+
+def test_replaced_values_are_measured(loaded: None) -> None:
+    """The file's were: a context of another length was planned than was made."""
+    replaced = {
+        "qwen3.context_length": 1024, "qwen3.rope.freq_base": 1e6, "general.name": "another",
+        "tokenizer.ggml.add_bos_token": True,
+    }  # fmt: skip
+    llm = make(str(MODELS / "recall-qwen3-q8_0.gguf"), fit=True, kvflash=None, n_ctx=0, kv_overrides=replaced)
+    assert llm.placement.n_ctx == llm.n_ctx() == 1024
+    check_taken(llm, llm.placement)
     llm.close()
 
 
