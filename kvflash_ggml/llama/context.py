@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import llama_cpp
 from llama_cpp import _internals as internals
 
-from ..errors import ConfigError, DecodeError, KVFlashError
-from ..gguf import purpose
+from ..errors import ConfigError, KVFlashError
 
 if TYPE_CHECKING:
     from ..sequence.sequence import Sequence as Text
-
-FAILED = -3
-"""What llama_decode returns where a step could not be computed."""
 
 _paged: weakref.WeakValueDictionary[int, PagedContext] = weakref.WeakValueDictionary()
 """The contexts that live, by address."""
@@ -83,15 +77,11 @@ def take_closing(context: internals.LlamaContext) -> ExitStack:
 
 
 def _explain(result: int, function: Any, arguments: tuple[Any, ...]) -> int:
-    """Say why llama.cpp refuses a program that decodes on a paged context by itself, as guidance does.
+    """Say why llama.cpp refuses a program that decodes on a paged context by itself, as guidance does, or a step."""
+    if result == -3:  # it could not be computed
+        from ..native import guard  # here: it is rare
 
-    DecodeError for a step that fails an assertion.
-    """
-    if result == FAILED:
-        from ..native.guard import reason  # here: it is rare
-
-        if said := reason():
-            raise DecodeError(f"llama.cpp says {said}: convert the model again, or leave out what replaces its values")
+        guard.check_step()
     if result != 0 and ctypes.cast(arguments[0], ctypes.c_void_p).value in _paged:
         raise KVFlashError(
             "llama_decode was called on a paged context: only Llama.eval and what is built on it can evaluate "
@@ -100,33 +90,4 @@ def _explain(result: int, function: Any, arguments: tuple[Any, ...]) -> int:
     return result
 
 
-def check_adapter(path: str | None, scale: float, model: Path) -> None:
-    """Raise ConfigError for a LoRA adapter that is no regular file: llama.cpp would wait for who writes a pipe.
-
-    The same for a scale that is not finite. ConversionError for one that would end the process with this model.
-    """
-    if path is None:
-        return
-    if not math.isfinite(scale):
-        raise ConfigError(f"lora_scale={scale!r}: a finite number, 1.0 for the adapter as it was trained")
-    if not Path(path).is_file():
-        raise _no_adapter(path)
-    purpose.check_adapter(Path(path), model)
-
-
-def _no_adapter(path: str) -> ConfigError:
-    return ConfigError(
-        f"Failed to initialize LoRA adapter from lora path: {path}: it is not there, or no adapter"
-        " of this model. Convert it for this one with llama.cpp's convert_lora_to_gguf.py"
-    )
-
-
-def _refuse(result: Any, function: Any, arguments: tuple[Any, ...]) -> Any:
-    """Stop an adapter that is none before it is used: upstream compares a null pointer with None."""
-    if not result:
-        raise _no_adapter(arguments[1].decode())
-    return result
-
-
 llama_cpp.llama_decode.errcheck = _explain
-llama_cpp.llama_adapter_lora_init.errcheck = _refuse

@@ -14,7 +14,15 @@ from llama_cpp._utils import suppress_stdout_stderr
 
 from ..arrays import Floats, Int32s, address
 from ..config import KVFlashConfig
-from ..errors import ConfigError, ContextFull, ConversionError, DecodeError, HostMemoryError
+from ..errors import (
+    ConfigError,
+    ContextFull,
+    ConversionError,
+    DecodeError,
+    EncoderError,
+    HostMemoryError,
+    UnsupportedModelError,
+)
 from ..gguf import reader
 from ..native import measure, vocabulary
 from ..native.sizes import Measure, Needs
@@ -30,6 +38,18 @@ _POOLING = {
 
 _HEADS = ("cls.output.weight", "cls.weight")
 """Tensors that a model for reranking has."""
+
+
+def no_writer(model: Any) -> UnsupportedModelError:
+    """Return the error for a model that writes no text by itself. model: its pointer, as `Llama.model` is one."""
+    if llama_cpp.llama_model_has_encoder(model) and llama_cpp.llama_model_has_decoder(model):
+        return UnsupportedModelError(
+            "this model's decoder reads what its encoder has made of a text, and Llama asks no encoder: "
+            "use a model without one, or a program of llama.cpp"
+        )
+    return EncoderError(
+        "this model is an encoder: it embeds texts and writes none. Make it with embedding=True, and call embed"
+    )
 
 
 def reserve_bytes(model: int, settings: Any, config: KVFlashConfig) -> int:

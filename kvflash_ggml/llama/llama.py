@@ -32,7 +32,7 @@ from ..runtime.task import Task, TaskRequest
 from ..runtime.text import Text
 from . import asked, parameters
 from .call_lock import CallLock, changing, locked, writing
-from .context import Batch, check_adapter
+from .context import Batch
 from .opening import Opening
 from .stock import Stock
 from .tokenizer import Ends, IncrementalTokenizer, WholeTokenizer, check_tokens
@@ -157,7 +157,10 @@ class Llama(llama_cpp.Llama):
         request = parameters.read(dict(keywords), parameters.defaults)
         request.check_file(Path(model_path))
         upstream = request.upstream
-        check_adapter(upstream.get("lora_path"), upstream.get("lora_scale", 1.0), Path(model_path))
+        if (adapter := upstream.get("lora_path")) is not None:
+            from . import adapters  # here: few models have one
+
+            adapters.check(adapter, upstream.get("lora_scale", 1.0), Path(model_path))
         self._at_hand.progress = request.progress
         self._opening = Opening(model_path, request, installed=llama_cpp.Llama is Llama)
         try:

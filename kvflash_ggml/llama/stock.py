@@ -6,10 +6,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import llama_cpp
 from llama_cpp import Llama as Upstream  # bound here: `install` puts our class in its place
-
-from ..errors import EncoderError, UnsupportedModelError
+from llama_cpp import llama_model_has_encoder
 
 
 class Stock:
@@ -20,22 +18,12 @@ class Stock:
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens in llama.cpp's own cache. UnsupportedModelError for a model that writes no text by itself."""
-        if self._llm.n_tokens == 0:
-            self._check_writes()
-        Upstream.eval(self._llm, tokens)
+        llm = self._llm
+        if llm.n_tokens == 0 and (llm._ctx.memory is None or llama_model_has_encoder(llm._model.model)):
+            from .embedding import no_writer  # here: it is rare
 
-    def _check_writes(self) -> None:
-        model = self._llm._model.model
-        encodes, decodes = llama_cpp.llama_model_has_encoder(model), llama_cpp.llama_model_has_decoder(model)
-        if encodes and decodes:
-            raise UnsupportedModelError(
-                "this model's decoder reads what its encoder has made of a text, and Llama asks no encoder: "
-                "use a model without one, or a program of llama.cpp"
-            )
-        if encodes or self._llm._ctx.memory is None:
-            raise EncoderError(
-                "this model is an encoder: it embeds texts and writes none. Make it with embedding=True, and call embed"
-            )
+            raise no_writer(llm._model.model)
+        Upstream.eval(llm, tokens)
 
     def reset(self) -> None:
         """Forget the text."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..errors import ConfigError
+from ..errors import ConfigError, DecodeError
 from ._kvf import ffi, lib
 
 
@@ -24,7 +24,18 @@ def guarded(what: str) -> Iterator[None]:
         raise
 
 
+def check_step() -> None:
+    """Raise DecodeError if an assertion has failed the step that this thread last asked for."""
+    if said := reason():
+        raise DecodeError(f"llama.cpp says {said}: convert the model again, or leave out what replaces its values")
+
+
+def no_split() -> ConfigError:
+    """Return the error for a text that llama.cpp could not split into tokens on this thread."""
+    return ConfigError(f"llama.cpp cannot split this text: {reason()}. Convert the model with its tokenizer")
+
+
 def reason() -> str:
-    """Return why libmtmd refused what this thread last gave it, "" if it did not. It tells it once."""
+    """Return why llama.cpp refused what this thread last gave it, "" if it did not. It tells it once."""
     text: str = ffi.string(lib.kvf_guard_reason()).decode("utf-8", "replace")
     return text.removeprefix("operator(): ")

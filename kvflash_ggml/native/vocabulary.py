@@ -81,6 +81,7 @@ def tokenize(vocab: Any, data: bytes, *, add_special: bool, parse_special: bool)
     """Return the tokens of a text that `check` lets pass. vocab: llama.cpp's pointer.
 
     Upstream makes room for as many tokens as the model was trained on, and takes a second pass for more.
+    ConfigError where llama.cpp cannot split it.
     """
     import llama_cpp
 
@@ -90,6 +91,10 @@ def tokenize(vocab: Any, data: bytes, *, add_special: bool, parse_special: bool)
         count = llama_cpp.llama_tokenize(vocab, data, len(data), tokens, size, add_special, parse_special)
         if count >= 0:
             return tokens[:count]
+        if count == -(1 << 31):
+            from . import guard  # here: it is rare
+
+            raise guard.no_split()
         size = -count
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import pytest
 from support.checkpoints import rewritten
 
@@ -95,6 +96,68 @@ def test_a_number_that_a_step_asserts(
     for step in steps:
         assert re.match(said.format(asserted), step), step
     assert last == "1"
+
+
+SPLITTING = """
+import sys
+from kvflash_ggml import Llama
+
+llm = Llama(sys.argv[1], vocab_only=True, verbose=False)
+for text in (b"hello", b"hello"):
+    try:
+        print(llm.tokenize(text))
+    except ValueError as err:
+        print(type(err).__name__, err)
+"""
+"""Splits a text twice."""
+
+REFUSED = r"ConfigError llama\.cpp cannot split this text: "
+
+
+def _no_first(writer: gguf.GGUFWriter) -> None:
+    """Begin each text with a token that the vocabulary has not."""
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_merges(["h e"])
+    writer.add_add_bos_token(True)
+
+
+def _short_table(writer: gguf.GGUFWriter) -> None:
+    """Replace parts of texts by a table that ends before the node of a letter. A load asks it for a line's end."""
+    writer.add_tokenizer_model("t5")
+    writer.add_precompiled_charsmap(bytes([48, *bytes(3), *bytes(48), 0]))
+
+
+def _no_beginning(writer: gguf.GGUFWriter) -> None:
+    """Leave out the beginning of a token, "h" or "he", which is unknown then."""
+    writer.add_tokenizer_model("rwkv")
+    writer.add_unk_token_id(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_no_first, REFUSED + r"llama-vocab\.cpp:\d+: GGML_ASSERT\(vocab\.token_bos\(\).*Convert the model with its"),
+        (_short_table, f"{REFUSED}Index out of array bounds in XCDA"),
+        (_no_beginning, r"\[2, 3, 4, 4, 5\]$"),
+    ],
+)
+def test_a_vocabulary_that_splits_no_text(change: Callable[[gguf.GGUFWriter], None], said: str, tmp_path: Path) -> None:
+    """The first text ended the process, or took all memory."""
+    path = tmp_path / "vocabulary.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for count in ("context_length", "embedding_length", "block_count", "feed_forward_length", "head_count"):
+        getattr(writer, f"add_{count}")(64)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_token_list(["<pad>", "</s>", "<unk>", "e", "l", "o", "hex"])
+    change(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    done = subprocess.run([sys.executable, "-c", SPLITTING, path], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
+    first, second = done.stdout.splitlines()
+    assert re.match(said, first), first
+    assert second == first
 
 
 def _opened(kind: str, hostile: Path, sound: Path) -> list[str]:
