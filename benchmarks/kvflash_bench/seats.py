@@ -99,12 +99,13 @@ def _long(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
     found = []
     for length in plan.lengths or (plan.length,):
         pool, full = (_kept(model, plan, options, length, share) for share in (plan.share, length * 2))
+        theirs: dict[int, float] = {}
+        if plan.stock is not None:
+            theirs = stock.kept_paces(
+                plan.stock, model, plan.batches, length=length, decode=plan.steps, options=options
+            )  # fmt: skip
         for count in plan.batches:
-            its = None
-            if plan.stock is not None:
-                its = stock.kept_pace(
-                    plan.stock, model, count, length=length, decode=plan.steps, options=options
-                )  # fmt: skip
+            its = theirs.get(count)
             mine, whole = (one.paces.get(count) if one else None for one in (pool, full))
             row: Row = {"length": length, "sequences": count}
             for name, one, pace in (("", pool, mine), ("full_", full, whole)):

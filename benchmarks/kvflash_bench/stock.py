@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import subprocess
+import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from typing import Any
 from kvflash_ggml.constants import KV_TYPES, round_up
 from kvflash_ggml.errors import ConfigError, KVFlashError
 
-from .sockets import Server, begun, running
+from .sockets import Reply, Server, begun, running
 
 READY = re.compile(r"listening on http://127\.0\.0\.1:(\d+)")
 
@@ -38,18 +41,61 @@ def pace(
     return _batched(folder, model, shape, options)
 
 
-def kept_pace(
-    folder: Path, model: str, count: int, *, length: int, decode: int, options: dict[str, Any]
-) -> float | None:
-    """The same of texts that are copies of one, each in its own part of the cache; None too if that has no memory."""
-    room = round_up(length + decode, 256) * count
-    shape = ["-c", str(room), "-pps", "-npp", str(length), "-ntg", str(decode), "-npl", str(count)]
-    try:
-        return _batched(folder, model, shape, options)
-    except KVFlashError as err:
-        if "failed to allocate" in str(err) or "out of memory" in str(err):
-            return None
-        raise
+def kept_paces(
+    folder: Path, model: str, counts: Sequence[int], *, length: int, decode: int, options: dict[str, Any]
+) -> dict[int, float]:
+    """Tokens a second of texts that are copies of one, each in its own part of `llama-server`'s cache. It saves the
+    text and restores it for each: `llama-batched-bench` copies no hybrid text. What has no memory is left out.
+    """
+    text, left = [10 + i * 7919 % 3000 for i in range(length)], sorted(counts)
+    while left:
+        most = left[-1]
+        with tempfile.TemporaryDirectory() as place:
+            line = [
+                str(program(folder, "llama-server")),
+                "-m",
+                model,
+                "--host",
+                "127.0.0.1",
+                "--port",
+                "0",
+                "-fit",
+                "off",
+            ]
+            line += ["-c", str(round_up(length + decode + 2, 256) * most), "-np", str(most), "--no-webui"]
+            line += ["--slot-save-path", place, *flags(options)]
+            try:
+                with running(Server(begun(line), ready=READY)) as server:
+                    _answered(server, text, slot=0, tokens=1)
+                    _did(server.ask("/slots/0?action=save", {"filename": "text"}))
+                    return {count: _together(server, text, count, decode) for count in left}
+            except KVFlashError as err:
+                if "failed to allocate" not in str(err) and "out of memory" not in str(err):
+                    raise
+                left.pop()
+    return {}
+
+
+def _together(server: Server, text: Sequence[int], count: int, decode: int) -> float:
+    for slot in range(count):
+        _did(server.ask(f"/slots/{slot}?action=restore", {"filename": "text"}))
+    with ThreadPoolExecutor(count) as clients:
+        # another token for each; the time of an answer's first token is that of its prompt
+        answers = [clients.submit(_answered, server, [*text, 10 + slot], slot, decode + 1) for slot in range(count)]
+        seconds = [answer.result()["predicted_ms"] / 1e3 for answer in answers]
+    return count * decode / statistics.mean(seconds)
+
+
+def _answered(server: Server, text: Sequence[int], slot: int, tokens: int) -> dict[str, float]:
+    body = {"prompt": list(text), "n_predict": tokens, "temperature": 0, "ignore_eos": True}
+    timings: dict[str, float] = _did(server.ask("/completion", {**body, "id_slot": slot}))["timings"]
+    return timings
+
+
+def _did(reply: Reply) -> Any:
+    if reply.status != 200:
+        raise KVFlashError(f"llama-server has refused: {reply.status} {reply.body}")
+    return reply.body
 
 
 def _batched(folder: Path, model: str, shape: Sequence[str], options: dict[str, Any]) -> float | None:
