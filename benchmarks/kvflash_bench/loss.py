@@ -7,12 +7,14 @@ prompt is, so through the pool where there is one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
 import numpy.typing as npt
+
+from kvflash_ggml.policy.heads import log_shares
 
 from . import report
 from .opening import opened
@@ -27,18 +29,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forced:
-    """One document, arrays of shape [tokens]. losses: in nats. likeliest: the tokens that would have been chosen."""
+    """One document, arrays of shape [tokens]. losses: in nats. likeliest: the tokens that would have been chosen.
+
+    divergence: mean KL divergence from the full cache, in nats. logs: log-probabilities, [tokens, n_vocab], of the full
+    cache; None for other arms, which need none.
+    """
 
     losses: npt.NDArray[np.float64]
     likeliest: npt.NDArray[np.intp]
     page_ins: int
+    divergence: float = 0.0
+    logs: npt.NDArray[np.float32] | None = None
 
 
 def run(model: str, plan: Loss, options: dict[str, Any]) -> None:
     rows: list[dict[str, Any]] = []
+    full: list[Forced] = []
     filler = plan.filler()
     for arm in arms(plan.contexts, (), plan.policies, pools=plan.pools):
-        forced = list(run_arm(model, arm, plan, filler, options))
+        forced = list(run_arm(model, arm, plan, filler, options, full))
         if arm.policy == "full":
             full = forced
         rows.append(summary(arm, forced, full))
@@ -47,8 +56,10 @@ def run(model: str, plan: Loss, options: dict[str, Any]) -> None:
     report.told("loss", model, options | asdict(plan), "", rows=rows)
 
 
-def run_arm(model: str, arm: Arm, plan: Loss, text: str, options: dict[str, Any]) -> Iterator[Forced]:
-    """Every document on one arm."""
+def run_arm(
+    model: str, arm: Arm, plan: Loss, text: str, options: dict[str, Any], full: Sequence[Forced]
+) -> Iterator[Forced]:
+    """Every document on one arm. full: the same documents with the full cache; none yet on its own arm."""
     # a document may get a bos token
     n_ctx = arm.context + plan.tokens + 1
     with opened(model, n_ctx=n_ctx, options=options, pool=arm.pool, policy=arm.policy) as llm:
@@ -56,13 +67,14 @@ def run_arm(model: str, arm: Arm, plan: Loss, text: str, options: dict[str, Any]
         def tokenize(words: str) -> list[int]:
             return list(llm.tokenize(words.encode(), add_bos=False, special=False))
 
-        for seed in range(plan.seed, plan.seed + plan.documents):
+        for i, seed in enumerate(range(plan.seed, plan.seed + plan.documents)):
             document = compose(text, tokenize, lines=[], n_tokens=arm.context + plan.tokens, start=seed * SPREAD % 1)
-            yield _force(llm, list(llm.tokenize(document.encode(), special=False)), plan.tokens)
+            known = full[i].logs if full else None
+            yield _force(llm, list(llm.tokenize(document.encode(), special=False)), plan.tokens, known)
 
 
-def _force(llm: Llama, ids: list[int], count: int) -> Forced:
-    """Read all but the last `count` tokens, and then give those one by one."""
+def _force(llm: Llama, ids: list[int], count: int, known: npt.NDArray[np.float32] | None) -> Forced:
+    """Read all but the last `count` tokens, and then give those one by one. known: `logs` of the full cache."""
     llm.reset()
     before = llm.kvflash.page_ins if llm.kvflash else 0
     llm.eval(ids[:-count])
@@ -72,14 +84,21 @@ def _force(llm: Llama, ids: list[int], count: int) -> Forced:
         llm.eval([token])
     losses, _ = losses_at(rows, ids[-count - 1 :], [(1, count + 1)])
     page_ins = (llm.kvflash.page_ins if llm.kvflash else 0) - before
-    return Forced(losses=losses, likeliest=rows.argmax(axis=1), page_ins=page_ins)
+    logs = log_shares(rows)
+    one = Forced(losses=losses, likeliest=rows.argmax(axis=1), page_ins=page_ins)
+    return replace(one, logs=logs) if known is None else replace(one, divergence=divergence(known, logs))
+
+
+def divergence(full: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
+    """Return the mean KL divergence of some log-probabilities [tokens, n_vocab] from those of the full cache."""
+    return float((np.exp(full) * (full - other)).sum(axis=1).mean())
 
 
 def summary(arm: Arm, forced: Sequence[Forced], full: Sequence[Forced]) -> dict[str, Any]:
     """One row: means over the documents. full: the same documents with the full cache.
 
     `more`: nats beyond those of the full cache; `error`: the standard error of that. `agree`: share of the places where
-    the likeliest token is that of the full cache.
+    the likeliest token is that of the full cache. `KL`: mean divergence from the full cache, in nats.
     """
     nats = np.array([one.losses.mean() for one in forced])
     more = nats - [one.losses.mean() for one in full]
@@ -93,6 +112,7 @@ def summary(arm: Arm, forced: Sequence[Forced], full: Sequence[Forced]) -> dict[
         "more": float(more.mean()),
         "error": float(more.std(ddof=1) / len(more) ** 0.5) if len(more) > 1 else 0.0,
         "agree": float(np.mean(agree)),
+        "KL": float(np.mean([one.divergence for one in forced])),
         "page_ins": float(np.mean([one.page_ins for one in forced])),
         "note": arm.note,
     }

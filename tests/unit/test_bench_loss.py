@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from kvflash_bench import main, report
-from kvflash_bench.loss import Forced, summary
+from kvflash_bench.loss import Forced, divergence, summary
 from kvflash_bench.outcomes import Arm
 
 
@@ -23,8 +25,16 @@ def test_a_row():
     row = summary(arm, [forced([1, 3], [7, 9], 4), forced([4, 6], [1, 2], 8)], FULL)
     assert row == {
         "context": 4096, "policy": "qk", "pool": 512, "documents": 2, "nats": 3.5, "more": pytest.approx(0.75),
-        "error": pytest.approx(0.25), "agree": pytest.approx(0.75), "page_ins": 6.0, "note": "small",
+        "error": pytest.approx(0.25), "agree": pytest.approx(0.75), "KL": 0.0, "page_ins": 6.0, "note": "small",
     }  # fmt: skip
+
+
+def test_the_divergence_is_a_mean_over_documents_and_tokens():
+    full, other = np.log([[0.5, 0.5], [0.5, 0.5]], dtype=np.float32), np.log([[0.5, 0.5], [0.2, 0.8]], dtype=np.float32)
+    assert divergence(full, other) == pytest.approx(np.log(0.5 / 0.4) / 2)  # of both tokens: log(.5/.2) and log(.5/.8)
+    assert divergence(full, full) == 0
+    pool = [replace(one, divergence=nats) for one, nats in zip(FULL, (0.1, 0.3), strict=True)]
+    assert summary(Arm(policy="qk", context=4096, pool=512), pool, FULL)["KL"] == pytest.approx(0.2)
 
 
 def test_the_full_cache_agrees_with_itself():
