@@ -160,14 +160,15 @@ def boost_successors(
     ordered = np.sort(np.asarray(chunks, np.int64))
     order = ordered[np.argsort(-scores[ordered], kind="stable")[:FOLLOWED]].tolist()
     best = (log_shares(masses)[:, order] - penalty).argmax(axis=0)
-    for chunk, column in zip(order, best.tolist(), strict=True):
+    own = scores[order].tolist()  # a chunk that only follows another one brings none itself
+    for chunk, column, score in zip(order, best.tolist(), own, strict=True):
         after = chunk + 1
-        if after >= request.n_chunks or after in request.protected or scores[after] >= scores[chunk]:
+        if after >= request.n_chunks or after in request.protected or scores[after] >= score:
             continue
         which, row = divmod(column, request.rows)
         layer, head = heads[which].tolist()
         if _attends_to_end(keys, request, layer, head, row, chunk):
-            scores[after] = scores[chunk] - SUCCESSOR_MARGIN
+            scores[after] = score - SUCCESSOR_MARGIN
 
 
 def _attends_to_end(keys: Keys, request: ScoreRequest, layer: int, head: int, row: int, chunk: int) -> bool:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..state.session import PolicyState
     from .clock import Clock
 
-MARGIN = 0.5
+MARGIN = 0.3
 """How much better than a resident chunk an evicted one must be for pages to move before tau, in the units of the scores
 (natural logarithms of attention for the default policy).
 """

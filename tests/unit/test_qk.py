@@ -262,6 +262,18 @@ def test_a_chunk_says_why_it_is_asked_for(rng):
     assert 0 not in reasons, "what stays needs no reason"
 
 
+@pytest.mark.parametrize("strength", [3.0, 4.0])
+def test_a_chunk_that_follows_is_followed_only_for_what_it_has_itself(rng, strength):
+    """Attention on the last keys of two neighbours: on those of the second less, or as much."""
+    chunks, queries = text(rng, 40), quiet(rng, 6)
+    draw(queries, chunks, row=2, chunk=18, at=CHUNK - 1, strength=strength)
+    draw(queries, chunks, row=2, chunk=17, at=CHUNK - 1)
+    scores = made(Keys(chunks), 40).score(look(queries, 40))
+    alone = made(Keys(chunks), 40, successors=False).score(look(queries, 40))
+    assert scores[18] == pytest.approx(alone[17], abs=0.01)
+    assert scores[19] == pytest.approx(alone[18], abs=0.01)
+
+
 def with_masses(request, keys, heads, seen, rows=None):
     rows = request.rows if rows is None else rows
     short = qk.newest(request, rows, SHAPES)

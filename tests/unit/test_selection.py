@@ -284,32 +284,39 @@ def test_a_scorer_that_does_not_know_its_cost_scores_every_16th_token() -> None:
 
 
 class Turning(Costly):
-    """Every eighth token of the answer asks for another chunk."""
+    """So many tokens of the answer, and another chunk is asked for."""
 
     fade = 0.02
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.every = every
 
     def score(self, request: Any) -> Any:
         scores = np.full(request.n_chunks, -2.3, np.float32)
         scores[self.asked(len(request.tokens))] = -0.5
         return scores
 
-    @staticmethod
-    def asked(length: int) -> int:
-        return 2 + length // 8 % 11 if length > PROMPT and length % 8 == 0 else 0
+    def asked(self, length: int) -> int:
+        return 2 + length // self.every % 11 if length > PROMPT and length % self.every == 0 else 0
 
 
+@pytest.mark.parametrize("every", [4, 8])
 @pytest.mark.parametrize("pool", [512, 1024])
-def test_what_a_token_asks_for_is_there_for_the_next(pool: int) -> None:
-    """An answer that turns to eleven places, with no prompt between them, and without a page that comes for nothing."""
-    config = KVFlashConfig(pool=pool)
-    one = make_session(FakeEngine(pool, 128), config, n_ctx=8192, n_batch=128, n_ubatch=128, scorer=Turning())  # type: ignore[arg-type]
+def test_what_a_token_asks_for_is_there_for_the_next(pool: int, every: int) -> None:
+    """An answer that turns to eleven places, with no prompt between them, and without a page that comes for nothing.
+
+    A list turns so fast that four places of the pool were all asked for within 16 tokens.
+    """
+    config, scorer = KVFlashConfig(pool=pool), Turning(every)
+    one = make_session(FakeEngine(pool, 128), config, n_ctx=8192, n_batch=128, n_ubatch=128, scorer=scorer)  # type: ignore[arg-type]
     extend(one, np.arange(PROMPT, dtype=np.int32))
     before = one.paging.page_ins
     for token in range(176):
-        asked = Turning.asked(one.length)
+        asked = scorer.asked(one.length)
         extend(one, np.array([token], np.int32))
         assert asked in one.table.resident_chunks
-    assert one.paging.page_ins - before <= 176 // 8
+    assert one.paging.page_ins - before <= 176 // every
     one.close()
 
 
