@@ -28,7 +28,7 @@ from .pool import Pool
 from .query_ring import QueryRing
 from .reading import POOL, AttentionSpan, Reading, ReadStats
 from .relevance import Relevance
-from .scoring import Scoring
+from .scoring import ASKS, Scoring
 from .step import EVERY, NO_LOGITS, AfterStep, Follower, Logits, Output, Step, Unfinished
 
 if TYPE_CHECKING:
@@ -160,20 +160,59 @@ class Sequence:
         self, tokens: Int32s, output: Output, after: AfterStep | None = None, *,
         ahead: int = 0, branches: Branches | None = None,
     ) -> Step:  # fmt: skip
-        """Prepare a step of an answer; see `prepare`. `begin` has made room for it, and `finish` computes it."""
+        """Prepare a step of an answer; see `prepare`. `begin` has made room for it, and `finish` computes it.
+
+        Where pages move for what the newest token asks for, the step begins with that token.
+        """
         self.checkpoints.restored = None  # no step of a prompt follows the restored text
         if self.scoring is not None and self.scoring.pending and self.scoring.is_ready:
             self.relevance.take_ready()
+            if not ahead and self._asks_for_more():
+                tokens = np.concatenate([self._take_back(), tokens])
         return self.prepare(
             tokens, output, after, generated=True, ahead=ahead, branches=branches, stream=self.reading.answers_exactly
         )
+
+    def _asks_for_more(self) -> bool:
+        """Return whether the newest token asks for evicted chunks, and can be evaluated again once they are there.
+
+        Without this, a list's key of one token, which asks for its value, never sees it: nor do the tokens after it,
+        which attend to the key. Beside a device the scores are of an earlier token. Recurrent state and windows roll
+        back only so far, and a restored text not at all.
+        """
+        info, newest, ranking = self.engine.info, self.length - 1, self.relevance.ranking
+        if info.asynchronous or info.recurrent or info.n_swa:
+            return False
+        if self.pool.padding is not None or self.follower is not None or self.reading.answers_exactly:
+            return False
+        if not self.relevance.rebuild or ranking is None or self.whole.item(newest) or self.length % CHUNK == 0:
+            return False
+        evicted = self.table.unprotected()[1]
+        return bool(ranking[evicted[evicted < len(ranking)]].max(initial=-np.inf) >= ASKS)
+
+    def _take_back(self) -> Int32s:
+        """Drop the newest token of an answer as if it was a rejected draft, and return it, [1].
+
+        `length` counts it all the same. If no step computes it again, settling does.
+        """
+        self.count_generated(-1)
+        start = self.length - 1
+        tokens: Int32s = self.ids[start : start + 1].copy()
+        self.unfinished.work = partial(self._lose, DraftRows(start, tokens, 1, None, streamed=False))
+        self.unfinished.settle()
+        return tokens
+
+    def _lose(self, rows: DraftRows) -> None:
+        """Drop the row of a token of the text. It can be repeated after an interrupt."""
+        self._take_rows(rows, self.queries.order)
+        self.draft_rows = replace(rows, path=(0,), lost=True)
 
     def finish(self, step: Step) -> None:
         """Compute a step of an answer, and count its tokens."""
         try:
             self.compute(step)
         finally:
-            if not step.ahead and self.length > step.start:  # not after a step that failed
+            if not step.ahead and self.table.layout.length > step.start:  # not after a step that failed
                 self.count_generated(self.length - step.start)
 
     def count_generated(self, count: int) -> None:
@@ -212,7 +251,8 @@ class Sequence:
             raise NotFinite(f"the text of sequence {self.seq} has values that are not finite: reset, and read it again")
         self.paging.save_sealed()
         before = self.draft_rows
-        if before is None:
+        if before is None or before.lost:
+            before = None
             start = self.table.layout.length
             plan = self.table.reserve(
                 start, max(ahead, len(tokens)), self.relevance.ranking, self.relevance.rebuild, places
@@ -322,6 +362,7 @@ class Sequence:
             self.logits = Logits(start + n - 1, 1, row) if step.output.last else NO_LOGITS
         if not step.ahead:
             self.table.commit(step.plan)
+            self.draft_rows = None  # it has computed a row that was lost
         elif before is None:
             room, streamed = max(step.ahead, n), step.view is not None
             self.draft_rows = DraftRows(start, tokens, room, step.state, streamed, branches=step.branches)
@@ -470,7 +511,7 @@ class Sequence:
             self.count_generated(kept)
 
     def _settle_rows(self, rows: DraftRows, kept: int) -> None:
-        again = 0 < kept < len(rows.tokens) and rows.state is not None
+        again = rows.lost or (0 < kept < len(rows.tokens) and rows.state is not None)
         taken = replace(rows, path=()) if again else rows
         self.unfinished.work = partial(self._take_rows, taken, self.queries.order)
         self.unfinished.settle()

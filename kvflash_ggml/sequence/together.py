@@ -72,7 +72,7 @@ def _attempt(prepared: Sequence[Prepared], errors: dict[int, Exception], again: 
             _count(text, step, errors)
     if len(ready) > 1 and not isinstance(why, DeviceLost):
         for text, step in spoiled:
-            if text.length != step.start:
+            if text.table.layout.length != step.start:
                 continue  # recurrent state rolled back further: these tokens no longer follow
             step.codes, step.wait = [], 0
             if again:

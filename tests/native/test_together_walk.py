@@ -155,7 +155,7 @@ class Walk:
         self.known[running[0]] = []
         assert all_finite(victim.engine)
         for i, (text, step), error in zip(running[1:], steps[1:], errors[1:], strict=True):
-            its = [*self.known[i], *step.tokens.tolist()]
+            its = [*self.known[i][: step.start], *step.tokens.tolist()]  # it may begin with a token of the text
             if error is not None:
                 assert self.spreads
                 assert isinstance(error, NotFinite)

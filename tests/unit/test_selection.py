@@ -320,6 +320,47 @@ def test_what_a_token_asks_for_is_there_for_the_next(pool: int, every: int) -> N
     one.close()
 
 
+@pytest.mark.parametrize("info", [{}, {"recurrent": True}, {"n_swa": 128}, {"asynchronous": True}])
+def test_a_token_that_asks_is_evaluated_again_with_what_it_asked_for(info: dict[str, Any]) -> None:
+    """In the step of the next token. Not where a text that is restored, or scores that are late, could not do it."""
+    engine, scorer = FakeEngine(512, 128, **info), Turning(8)
+    one = make_session(engine, KVFlashConfig(pool=512), n_ctx=8192, n_batch=128, n_ubatch=128, scorer=scorer)  # type: ignore[arg-type]
+    extend(one, np.arange(PROMPT, dtype=np.int32))
+    engine.steps.clear()
+    asked = []
+    for token in range(100, 276):
+        asked.append(2 if scorer.asked(one.length) not in (0, *one.table.resident_chunks) else 1)
+        if one.length % 64 == 0:
+            asked[-1] = 1  # its chunk is sealed
+        extend(one, np.array([token], np.int32))
+    assert engine.steps == ([1] * 176 if info else asked)
+    assert sum(asked) > 176 + 10
+    assert one.tokens.tolist() == [*range(PROMPT), *range(100, 276)] == engine.tokens
+    assert one.stats.generated == 176
+    check_table(one.table)
+    one.close()
+
+
+def test_a_step_that_fails_takes_no_token_along() -> None:
+    """The token that it was to compute again is of the text all the while, and what comes next computes it."""
+    engine, scorer = FakeEngine(512, 128), Turning(8)
+    one = make_session(engine, KVFlashConfig(pool=512), n_ctx=8192, n_batch=128, n_ubatch=128, scorer=scorer)  # type: ignore[arg-type]
+    extend(one, np.arange(PROMPT + 1, dtype=np.int32))
+    while scorer.asked(one.length) in (0, *one.table.resident_chunks):
+        extend(one, np.array([one.length], np.int32))
+    before, engine.faults = one.length, Faults(0)
+    with pytest.raises(DecodeError):
+        extend(one, np.array([7], np.int32))
+    assert one.tokens.tolist() == list(range(before))
+    assert one.stats.generated == before - PROMPT - 2
+    one.settle()
+    assert one.stats.generated == before - PROMPT - 1
+    extend(one, np.array([before], np.int32))
+    assert one.tokens.tolist() == list(range(before + 1)) == engine.tokens
+    check_table(one.table)
+    one.close()
+
+
 @pytest.mark.parametrize(("recurrent", "read"), [(False, [6]), (True, [6, 2])])
 def test_a_rejected_draft_is_not_read_again(recurrent: bool, read: list[int]) -> None:
     """Only recurrent state needs what was accepted once more, and nothing of what was read before."""
