@@ -76,10 +76,16 @@ _TABLES = ("d2t", "tid2eid")
 """How the names of tensors of integers end; those of other tensors are computed with as numbers."""
 
 _VECTOR = re.compile(r"(?:norm(?:_\d+)?\.weight|\.ln\d\.weight|^rope_\w+\.weight|\.bias)$")
-"""How the names of vectors end that are added or multiplied, as F32 only."""
+"""How the names of a projector's vectors end that are added or multiplied, as F32 only."""
 
-_F32 = ("ssm_a", "ssm_dt.bias")
-"""How the names of vectors end that llama.cpp reads as 32-bit numbers only."""
+_MULTIPLIED = re.compile(r"(?:_inp_shexp\.weight|\.ssm_(?:alpha|beta)\.weight|\.input_scale)$")
+"""How the names of a model's vectors end that are no F32 only: rows of a product, and what nothing reads."""
+
+_F32 = re.compile(
+    r"(?:norm(?:_(?:key|query|conv))?\.weight|\.bias|\.ssm_(?:a|d)|\.(?:ssm_conv1d(?:_[qkv])?|shortconv\.conv)\.weight"
+    r"|_lerp_fused\.weight|_compressor_ape\.weight)$"
+)
+"""How the names of tensors of a model end that are added, multiplied or convolved by row, as F32 only."""
 
 _ADAPTER = (
     ("general.type", TEXT, "text"), ("general.architecture", TEXT, "text"), ("adapter.type", TEXT, "text"),
@@ -263,16 +269,26 @@ def _wrong_attention(file: GGUF) -> Wrong:
 
 def _wrong_types(file: GGUF) -> Wrong:
     """Tensors of a type that llama.cpp does not compute with."""
+    must_be_f32 = _f32_of_projector if _projects(file) else _f32_of_model
     for tensor in file.tensors.values():
         kind = tensor.kind.name
         if kind in _INTEGERS and not tensor.name.endswith(_TABLES):
             yield f"the type of {tensor.name}", kind, "f32, or another type of weights"
-        vector = len(tensor.shape) == 1 and _VECTOR.search(tensor.name)
-        if kind != "f32" and (vector or tensor.name.endswith(_F32)):
+        if kind != "f32" and must_be_f32(tensor):
             yield f"the type of {tensor.name}", kind, "f32"
         bias = f"{tensor.name.removesuffix('weight')}bias"
         if bias in file.tensors and _scaled(tensor.name, file.tensors):
             yield f"the type of {tensor.name}", "nvfp4 with a scale", f"another type beside {bias}"
+
+
+def _f32_of_projector(tensor: Tensor) -> bool:
+    return len(tensor.shape) == 1 and _VECTOR.search(tensor.name) is not None
+
+
+def _f32_of_model(tensor: Tensor) -> bool:
+    """Return whether a step asserts that a tensor is F32. llama.cpp's own converter writes no other such tensors."""
+    name, vector = tensor.name, len(tensor.shape) == 1
+    return bool(_F32.search(name)) or (vector and not name.endswith(_TABLES) and not _MULTIPLIED.search(name))
 
 
 def _limits(file: GGUF) -> dict[str, tuple[int, int]]:

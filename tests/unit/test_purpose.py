@@ -233,6 +233,43 @@ def test_types_that_llama_cpp_computes_with(tmp_path: Path, name: str, kind: str
         purpose.check_model(path)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name", "shape", "refused"),
+    [
+        ("gpt-oss", "blk.0.attn_q.scale", (1,), True),
+        ("gpt-oss", "blk.0.ffn_up_exps.bias", (4, 2), True),
+        ("chameleon", "blk.0.attn_q_norm.weight", (4, 2), True),
+        ("qwen4exp", "blk.0.ple_norm_key.weight", (4, 2), True),
+        ("plamo2", "blk.0.post_attention_norm", (4,), True),
+        ("nemotron_h", "blk.0.ssm_d", (1, 2), True),
+        ("kimi-linear", "blk.0.ssm_conv1d_k.weight", (4, 1, 2), True),
+        ("lfm2", "blk.0.shortconv.conv.weight", (3, 4), True),
+        ("rwkv6", "blk.0.time_mix_lerp_fused.weight", (4, 1, 1, 5), True),
+        ("mpt", "blk.0.ffn.act.scales", (4,), True),
+        ("qwen3", "blk.0.attn_q.weight", (4, 2), False),
+        ("qwen3", "blk.0.attn_q.input_scale", (1,), False),
+        ("qwen35", "blk.0.ssm_beta.weight", (4,), False),
+        ("clip", "v.class_embd", (4,), False),
+        ("clip", "a.conv1d.1.weight", (3, 4), False),
+    ],
+)
+def test_what_is_added_or_convolved_is_f32(
+    tmp_path: Path, architecture: str, name: str, shape: tuple[int, ...], refused: bool
+) -> None:
+    """A step of llama.cpp ended the process with F16, on a thread that no exception leaves."""
+    fields = [Field.of("general.architecture", architecture), Field.of(f"{architecture}.block_count", 1)]
+    tensor = Planned(
+        name=name,
+        kind=types.BY_NAME["f16"],
+        shape=shape,
+        pieces=lambda: iter([np.zeros(2 * math.prod(shape), np.uint8)]),
+    )
+    with (path := tmp_path / "model.gguf").open("wb") as made:
+        writer.write(made, fields, [tensor], lambda done, total: None)
+    with pytest.raises(ConversionError, match=f"the type of {name} is f16; wanted: f32") if refused else nullcontext():
+        purpose.check_numbers(reader.read(path))
+
+
 @pytest.mark.parametrize("key", ["general.name", "general.description", "tokenizer.chat_template", "general.\udcff"])
 def test_texts_that_are_no_utf_8(tmp_path: Path, key: str) -> None:
     def change(fields: dict[str, Field]) -> None:
