@@ -42,9 +42,7 @@ MARGIN = 0.3
 """
 
 ASKS = -1.0
-"""Score of an evicted chunk from which a token is computed again with it: for the default policy 37 % of a head's
-attention. Tokens of plain text pay a chunk 20 % as a rule, and each row of a step takes time.
-"""
+"""Score of an evicted chunk from which a token is computed again with it. Plain text seldom has so much."""
 
 MOVED_SHARE = 1 / 8
 """Share of the blocks that may change their chunk before tau. The chunk that is asked for is among the best few. The

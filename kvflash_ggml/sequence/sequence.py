@@ -160,15 +160,12 @@ class Sequence:
         self, tokens: Int32s, output: Output, after: AfterStep | None = None, *,
         ahead: int = 0, branches: Branches | None = None,
     ) -> Step:  # fmt: skip
-        """Prepare a step of an answer; see `prepare`. `begin` has made room for it, and `finish` computes it.
-
-        Where pages move for what the newest token asks for, the step begins with that token.
-        """
+        """Prepare a step of an answer; see `prepare`. `begin` has made room for it, and `finish` computes it."""
         self.checkpoints.restored = None  # no step of a prompt follows the restored text
         if self.scoring is not None and self.scoring.pending and self.scoring.is_ready:
             self.relevance.take_ready()
             if not ahead and self._asks_for_more():
-                tokens = np.concatenate([self._take_back(), tokens])
+                tokens = np.concatenate([self._take_back(), tokens])  # that token sees the pages now
         return self.prepare(
             tokens, output, after, generated=True, ahead=ahead, branches=branches, stream=self.reading.answers_exactly
         )
@@ -176,25 +173,20 @@ class Sequence:
     def _asks_for_more(self) -> bool:
         """Return whether the newest token asks for evicted chunks, and can be evaluated again once they are there.
 
-        Without this, a list's key of one token, which asks for its value, never sees it: nor do the tokens after it,
-        which attend to the key. Beside a device the scores are of an earlier token. Recurrent state and windows roll
-        back only so far, and a restored text not at all.
+        Without this, a list's key of one token, which asks for its value, never sees it. Beside a device the scores are
+        of an earlier token. Recurrent state and windows of a restored text cannot roll back.
         """
-        info, newest, ranking = self.engine.info, self.length - 1, self.relevance.ranking
-        if info.asynchronous or info.recurrent or info.n_swa:
+        info, length, ranking = self.engine.info, self.length, self.relevance.ranking
+        fixed = info.asynchronous or info.recurrent or info.n_swa or self.reading.answers_exactly
+        if fixed or self.pool.padding is not None or self.follower is not None or not self.relevance.rebuild:
             return False
-        if self.pool.padding is not None or self.follower is not None or self.reading.answers_exactly:
-            return False
-        if not self.relevance.rebuild or ranking is None or self.whole.item(newest) or self.length % CHUNK == 0:
+        if ranking is None or self.whole.item(length - 1) or length % CHUNK == 0:
             return False
         evicted = self.table.unprotected()[1]
         return bool(ranking[evicted[evicted < len(ranking)]].max(initial=-np.inf) >= ASKS)
 
     def _take_back(self) -> Int32s:
-        """Drop the newest token of an answer as if it was a rejected draft, and return it, [1].
-
-        `length` counts it all the same. If no step computes it again, settling does.
-        """
+        """Drop the newest token as a rejected draft, and return it, [1]. `length` counts it; settling computes it."""
         self.count_generated(-1)
         start = self.length - 1
         tokens: Int32s = self.ids[start : start + 1].copy()
