@@ -40,9 +40,9 @@ _HEADS = ("cls.output.weight", "cls.weight")
 """Tensors that a model for reranking has."""
 
 
-def no_writer(model: Any) -> UnsupportedModelError:
-    """Return the error for a model that writes no text by itself. model: its pointer, as `Llama.model` is one."""
-    if llama_cpp.llama_model_has_encoder(model) and llama_cpp.llama_model_has_decoder(model):
+def no_writer(loaded: Any) -> UnsupportedModelError:
+    """Return the error for a model that writes no text by itself. loaded: `Llama.model`."""
+    if llama_cpp.llama_model_has_encoder(loaded) and llama_cpp.llama_model_has_decoder(loaded):
         return UnsupportedModelError(
             "this model's decoder reads what its encoder has made of a text, and Llama asks no encoder: "
             "use a model without one, or a program of llama.cpp"

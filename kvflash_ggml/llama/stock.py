@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llama_cpp import Llama as Upstream  # bound here: `install` puts our class in its place
-from llama_cpp import llama_model_has_encoder
+from llama_cpp import llama_get_memory, llama_model_has_encoder
 
 
 class Stock:
@@ -19,10 +19,10 @@ class Stock:
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens in llama.cpp's own cache. UnsupportedModelError for a model that writes no text by itself."""
         llm = self._llm
-        if llm.n_tokens == 0 and (llm._ctx.memory is None or llama_model_has_encoder(llm._model.model)):
+        if llm.n_tokens == 0 and (llama_get_memory(llm.ctx) is None or llama_model_has_encoder(llm.model)):
             from .embedding import no_writer  # here: it is rare
 
-            raise no_writer(llm._model.model)
+            raise no_writer(llm.model)
         Upstream.eval(llm, tokens)
 
     def reset(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..arrays import Floats, Int32s
 from ..constants import CHUNK
 from ..native.streamed import NO_MASSES, MassRequest
@@ -13,7 +15,7 @@ from ..pool.page_table import PageTable
 from ..pool.residency import Ranking
 from ..trace.events import Events
 from .query_ring import QueryRing
-from .scoring import Scoring
+from .scoring import ASKS, Scoring
 
 if TYPE_CHECKING:
     from ..state.session import PolicyState
@@ -51,6 +53,13 @@ class Relevance:
         """Use the scores that are due."""
         assert self.scoring is not None
         self.take(self.scoring.take(), sparingly=True)
+
+    def asks_for_more(self) -> bool:
+        """Return whether the newest token asks for evicted chunks, which the next step makes resident."""
+        if not self.rebuild or self.ranking is None:
+            return False
+        evicted = self._table.unprotected()[1]
+        return bool(self.ranking[evicted[evicted < len(self.ranking)]].max(initial=-np.inf) >= ASKS)
 
     def take_overlapped(self) -> None:
         """While a prompt is read: use the oldest finished scores, if they are available without a wait."""

@@ -28,7 +28,7 @@ from .pool import Pool
 from .query_ring import QueryRing
 from .reading import POOL, AttentionSpan, Reading, ReadStats
 from .relevance import Relevance
-from .scoring import ASKS, Scoring
+from .scoring import Scoring
 from .step import EVERY, NO_LOGITS, AfterStep, Follower, Logits, Output, Step, Unfinished
 
 if TYPE_CHECKING:
@@ -164,40 +164,34 @@ class Sequence:
         self.checkpoints.restored = None  # no step of a prompt follows the restored text
         if self.scoring is not None and self.scoring.pending and self.scoring.is_ready:
             self.relevance.take_ready()
-            if not ahead and self._asks_for_more():
-                tokens = np.concatenate([self._take_back(), tokens])  # that token sees the pages now
+            if not ahead and self.relevance.asks_for_more():
+                tokens = self._behind_newest(tokens)
         return self.prepare(
             tokens, output, after, generated=True, ahead=ahead, branches=branches, stream=self.reading.answers_exactly
         )
 
-    def _asks_for_more(self) -> bool:
-        """Return whether the newest token asks for evicted chunks, and can be evaluated again once they are there.
+    def _behind_newest(self, tokens: Int32s) -> Int32s:
+        """Return the newest token and these, if their step can compute it again, with the chunks that it asked for.
 
-        Without this, a list's key of one token, which asks for its value, never sees it. Beside a device the scores are
-        of an earlier token. Recurrent state and windows of a restored text cannot roll back.
+        It is dropped as a rejected draft then. `length` counts it all the while, and settling computes it. Without
+        this, a list's key of one token, which asks for its value, never sees it. Beside a device the scores are of an
+        earlier token. Recurrent state and windows of a restored text cannot roll back.
         """
-        info, length, ranking = self.engine.info, self.length, self.relevance.ranking
+        info, pool, start = self.engine.info, self.pool, self.length - 1
         fixed = info.asynchronous or info.recurrent or info.n_swa or self.reading.answers_exactly
-        if fixed or self.pool.padding is not None or self.follower is not None or not self.relevance.rebuild:
-            return False
-        if ranking is None or self.whole.item(length - 1) or length % CHUNK == 0:
-            return False
-        evicted = self.table.unprotected()[1]
-        return bool(ranking[evicted[evicted < len(ranking)]].max(initial=-np.inf) >= ASKS)
-
-    def _take_back(self) -> Int32s:
-        """Drop the newest token as a rejected draft, and return it, [1]. `length` counts it; settling computes it."""
+        if fixed or pool.padding is not None or self.follower is not None:
+            return tokens
+        if self.whole.item(start) or self.length % CHUNK == 0:
+            return tokens
+        if len(tokens) >= pool.n_ubatch // len(pool.texts):  # a step has rows of all texts
+            return tokens
         self.count_generated(-1)
-        start = self.length - 1
-        tokens: Int32s = self.ids[start : start + 1].copy()
-        self.unfinished.work = partial(self._lose, DraftRows(start, tokens, 1, None, streamed=False))
+        newest: Int32s = self.ids[start : start + 1].copy()
+        self.unfinished.work = partial(
+            self._take_rows, DraftRows(start, newest, 1, None, streamed=False, lost=True), self.queries.order
+        )
         self.unfinished.settle()
-        return tokens
-
-    def _lose(self, rows: DraftRows) -> None:
-        """Drop the row of a token of the text. It can be repeated after an interrupt."""
-        self._take_rows(rows, self.queries.order)
-        self.draft_rows = replace(rows, path=(0,), lost=True)
+        return np.concatenate([newest, tokens])
 
     def finish(self, step: Step) -> None:
         """Compute a step of an answer, and count its tokens."""
@@ -504,7 +498,7 @@ class Sequence:
 
     def _settle_rows(self, rows: DraftRows, kept: int) -> None:
         again = rows.lost or (0 < kept < len(rows.tokens) and rows.state is not None)
-        taken = replace(rows, path=()) if again else rows
+        taken = replace(rows, path=(), lost=False) if again else rows
         self.unfinished.work = partial(self._take_rows, taken, self.queries.order)
         self.unfinished.settle()
         if again:
@@ -515,7 +509,7 @@ class Sequence:
     def _take_rows(self, rows: DraftRows, order: npt.NDArray[np.intp]) -> None:
         """Take the accepted draft rows over and drop the others. It can be repeated after an interrupt.
 
-        order: of the captured queries before.
+        A token of the text that is lost then stays to be computed again. order: of the captured queries before.
         """
         length, written = rows.start + rows.kept, rows.start + rows.room
         if rows.branches is not None and rows.kept:
@@ -531,7 +525,7 @@ class Sequence:
         self.queries.valid_from = self.queries.valid_after(length, written)
         self.logits = self.logits.before(length)
         self.table.commit(plan)
-        self.draft_rows = None
+        self.draft_rows = replace(rows, path=(0,)) if rows.lost else None
         if self.follower is not None:
             self.follower.settled(rows.path)
 

@@ -24,7 +24,7 @@ REACHES = 12
 UNTYPED = 5
 """Parameters `llm` or `model` of any type: what a user may set, and pointers of llama.cpp's."""
 
-METHODS = 45
+METHODS = 46
 """Of a class, at most. `native.engine.PagedEngine` has one for each call of the seam."""
 
 
