@@ -58,14 +58,19 @@ const char * kvf_backend_name(ggml_backend_dev_t dev) {
     return reg ? ggml_backend_reg_name(reg) : "";
 }
 
+bool kvf_is_cuda(ggml_backend_dev_t dev) {
+    const std::string backend = dev ? kvf_backend_name(dev) : "";
+    return backend == "CUDA" || backend == "ROCm" || backend == "MUSA";
+}
+
 ggml_backend_dev_t kvf_device_of(const ggml_tensor * tensor) {
     auto * dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(tensor->buffer));
     return dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
 }
 
 void kvf_zero(ggml_tensor * tensor, size_t offset, size_t size) {
-    const std::string backend = kvf_backend_name(kvf_device_of(tensor));
-    if (backend == "CPU" || backend == "CUDA" || backend == "ROCm" || backend == "MUSA") {
+    auto * dev = kvf_device_of(tensor);
+    if (!strcmp(kvf_backend_name(dev), "CPU") || kvf_is_cuda(dev)) {
         ggml_backend_tensor_memset(tensor, 0, offset, size);
     } else {
         llama_clear_tensor_data(tensor, offset, size);  // not all backends can set memory, nor servers of them

@@ -6,6 +6,7 @@
 #include "ggml-backend.h"
 
 bool               kvf_is_cpu(ggml_backend_dev_t dev);
+bool               kvf_is_cuda(ggml_backend_dev_t dev);  // its kernels, built for a GPU of any make
 const char *       kvf_backend_name(ggml_backend_dev_t dev);
 ggml_backend_dev_t kvf_device_of(const ggml_tensor * tensor);     // whose memory it is in
 kvf_device         kvf_describe_device(ggml_backend_dev_t dev);   // without what only an engine knows

@@ -39,7 +39,7 @@ ggml_tensor * kvf_stage_mask(const kvf_pool * pool, ggml_context * ctx, int64_t 
 // Is this mask, of an earlier graph, that of the running step?
 bool          kvf_stage_mask_fits(const kvf_pool * pool, const ggml_tensor * mask);
 
-// Where a GPU makes the logits, kvf_logits_top() finds the likeliest token of each row there, and the logits come to the host
+// Where CUDA makes the logits, kvf_logits_top() finds the likeliest token of each row there, and the logits come to the host
 // when somebody asks for them; at the end of each step where somebody asked for those of the last one.
 
 // Appends to the graph the likeliest token of each row of logits, and the row's sum, which is a number only if all of it is.

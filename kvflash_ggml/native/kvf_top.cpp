@@ -1,5 +1,6 @@
 // The likeliest tokens of rows of logits: what samplers, and a drafter, need of a vocabulary.
 #include "kvf_candidates.h"
+#include "kvf_device.h"
 #include "kvf_error.h"
 #include "kvf_pool.h"
 
@@ -183,10 +184,8 @@ private:
 
 void kvf_find_top(llm_graph_result & res, ggml_backend_dev_t output) {
     auto * logits = res.t_logits;
-    const auto type = output ? ggml_backend_dev_type(output) : GGML_BACKEND_DEVICE_TYPE_CPU;
-    if (!logits || (type != GGML_BACKEND_DEVICE_TYPE_GPU && type != GGML_BACKEND_DEVICE_TYPE_IGPU) ||
-        !ggml_backend_dev_host_buffer_type(output) ||  // a server, or one that copies nothing faster by itself
-        !ggml_is_contiguous(logits) || logits->type != GGML_TYPE_F32) {
+    // of equal values other backends take any
+    if (!logits || !kvf_is_cuda(output) || !ggml_is_contiguous(logits) || logits->type != GGML_TYPE_F32) {
         return;
     }
     auto * best  = ggml_argmax  (res.ctx_compute.get(), logits);
@@ -214,7 +213,9 @@ void kvf_settle_logits(llama_context & ctx) {
 }
 
 bool kvf_access::leave_logits(llama_context & ctx, const llm_graph_result & res, bool whole) {
-    if (!whole || !res.t_best) {
+    // some models have a row for each token, wanted or not; and ggml may compute them elsewhere than was expected
+    if (!whole || !res.t_best || res.t_logits->ne[1] != ctx.n_outputs ||
+        !kvf_is_cuda(ggml_backend_get_device(ggml_backend_sched_get_tensor_backend(ctx.sched.get(), res.t_best)))) {
         return false;
     }
     ctx.kvf_newest = &res;

@@ -265,14 +265,15 @@ class Text:
         sequence = self.sequence
         assert sequence is not None
         self.input_ids[start : start + count] = sequence.ids[start : start + count]
+        known = int(count > 1 and start == self.n_tokens - 1)  # it is computed again, and the next one was drawn
         if self.model.logits_all or self.on_logits is not None:  # without a call: every token comes here
             logits = np.ctypeslib.as_array(
                 self.model.context.get_logits_ith(sequence.logits.first), shape=(count, self.model.n_vocab)
             )
             if self.model.logits_all:
-                self.scores[start : start + count] = logits
+                self.scores[start + known : start + count] = logits[known:]
             if self.on_logits is not None:
-                self.on_logits(start, logits)
+                self.on_logits(start + known, logits[known:])
         self.n_tokens = start + count
         self.requires_eval = False
 

@@ -373,14 +373,15 @@ class Sequence:
     def _undo_moves(self, step: Step) -> None:
         self.paging.undo(step.plan.moves)
         self.mask.truncate()
+        length = self.table.layout.length  # without a token that is lost
         if step.codes:
-            self.queries.valid_from = self.length  # the failed step may have captured some
-        if not self.engine.truncate(self.length, seq=self.seq):  # recurrent state, or within an image
-            whole = self.engine.whole(self.length, seq=self.seq)
-            cut = partial(self._cut, whole, direct=whole < self.length)
+            self.queries.valid_from = length  # the failed step may have captured some
+        if not self.engine.truncate(length, seq=self.seq):  # recurrent state, or within an image
+            whole = self.engine.whole(length, seq=self.seq)
+            cut = partial(self._cut, whole, direct=whole < length)
             self.unfinished.work = cut
             cut()
-        self.events.truncated(self.length, self.table.resident_chunks)
+        self.events.truncated(length, self.table.resident_chunks)
 
     # --- values that are not finite
 
@@ -492,6 +493,7 @@ class Sequence:
         if self.unfinished.work is not None:
             self.unfinished.settle()
         if self.draft_rows is not None:
+            kept = self.draft_rows.kept  # a token that was just lost is one
             self._settle_rows(self.draft_rows, kept)
         if kept:
             self.count_generated(kept)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import abc
+from functools import partial
 from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
 from support.fake_engine import FakeEngine, Faults, make_session
-from support.fake_session import accept
+from support.fake_session import accept, reach
 from support.integrity import check_table
+from support.interrupter import Interrupter
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import DecodeError, SnapshotError
@@ -341,17 +343,45 @@ def test_a_token_that_asks_is_evaluated_again_with_what_it_asked_for(info: dict[
     one.close()
 
 
-def test_a_step_that_fails_takes_no_token_along() -> None:
-    """The token that it was to compute again is of the text all the while, and what comes next computes it."""
-    engine, scorer = FakeEngine(512, 128), Turning(8)
+def about_to_ask(engine: FakeEngine) -> Sequence:
+    """A text whose newest token asks for a chunk that is not resident."""
+    scorer = Turning(8)
     one = make_session(engine, KVFlashConfig(pool=512), n_ctx=8192, n_batch=128, n_ubatch=128, scorer=scorer)  # type: ignore[arg-type]
     extend(one, np.arange(PROMPT + 1, dtype=np.int32))
     while scorer.asked(one.length) in (0, *one.table.resident_chunks):
         extend(one, np.array([one.length], np.int32))
+    return one
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_any_line_loses_no_token() -> None:
+    k, interrupted = 0, True
+    while interrupted:
+        k += 1
+        one = about_to_ask(FakeEngine(512, 128))
+        before = one.length
+        more = np.array([before], np.int32)
+        interrupted = Interrupter(k, ("sequence/sequence.py", "sequence/step.py")).run(
+            partial(extend, one, more), partial(reach, one)
+        )
+        one.settle()
+        assert one.length in (before, before + 1), f"line {k}"
+        extend(one, np.arange(one.length, before + 3, dtype=np.int32))
+        assert one.tokens.tolist() == list(range(before + 3)) == one.engine.tokens, f"line {k}"
+        check_table(one.table)
+        one.close()
+    assert k > 50
+
+
+def test_a_step_that_fails_takes_no_token_along() -> None:
+    """The token that it was to compute again is of the text all the while, and what comes next computes it."""
+    engine = FakeEngine(512, 128)
+    one = about_to_ask(engine)
     before, engine.faults = one.length, Faults(0)
     with pytest.raises(DecodeError):
         extend(one, np.array([7], np.int32))
     assert one.tokens.tolist() == list(range(before))
+    assert len(engine.tokens) == one.table.layout.length == before - 1
     assert one.stats.generated == before - PROMPT - 2
     one.settle()
     assert one.stats.generated == before - PROMPT - 1
