@@ -51,21 +51,9 @@ def kept_paces(
     while left:
         most = left[-1]
         with tempfile.TemporaryDirectory() as place:
-            line = [
-                str(program(folder, "llama-server")),
-                "-m",
-                model,
-                "--host",
-                "127.0.0.1",
-                "--port",
-                "0",
-                "-fit",
-                "off",
-            ]
-            line += ["-c", str(round_up(length + decode + 2, 256) * most), "-np", str(most), "--no-webui"]
-            line += ["--slot-save-path", place, *flags(options)]
+            cells, more = round_up(length + decode + 2, 256) * most, ["--no-kv-unified", "--slot-save-path", place]
             try:
-                with running(Server(begun(line), ready=READY)) as server:
+                with served(folder, model, cells=cells, parallel=most, options=options, more=more) as server:
                     _answered(server, text, slot=0, tokens=1)
                     _did(server.ask("/slots/0?action=save", {"filename": "text"}))
                     return {count: _together(server, text, count, decode) for count in left}
