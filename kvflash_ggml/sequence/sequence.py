@@ -185,7 +185,6 @@ class Sequence:
             return tokens
         if len(tokens) >= pool.n_ubatch // len(pool.texts):  # a step has rows of all texts
             return tokens
-        self.count_generated(-1)
         newest: Int32s = self.ids[start : start + 1].copy()
         self.unfinished.work = partial(
             self._take_rows, DraftRows(start, newest, 1, None, streamed=False, lost=True), self.queries.order
@@ -195,11 +194,12 @@ class Sequence:
 
     def finish(self, step: Step) -> None:
         """Compute a step of an answer, and count its tokens."""
+        before = self.length  # with a token that is lost, which has been counted
         try:
             self.compute(step)
         finally:
-            if not step.ahead and self.table.layout.length > step.start:  # not after a step that failed
-                self.count_generated(self.length - step.start)
+            if not step.ahead and self.length > before:  # not after a step that failed
+                self.count_generated(self.length - before)
 
     def count_generated(self, count: int) -> None:
         """Count the newest `count` tokens as generated, and score the chunks when it is time."""
@@ -487,16 +487,15 @@ class Sequence:
         Accepted draft rows join the text, and rejected ones leave no trace. Where recurrent state cannot roll back to
         the accepted rows, they are evaluated again. DeviceLost, and no change, where a server no longer answers.
         """
-        kept = 0 if self.draft_rows is None else self.draft_rows.kept
+        rows = self.draft_rows
         if self.engine.is_lost:  # checked before each token
             self.recovery.check()
         if self.unfinished.work is not None:
             self.unfinished.settle()
         if self.draft_rows is not None:
-            kept = self.draft_rows.kept  # a token that was just lost is one
-            self._settle_rows(self.draft_rows, kept)
-        if kept:
-            self.count_generated(kept)
+            self._settle_rows(self.draft_rows, self.draft_rows.kept)
+        if rows is not None and rows.kept and not rows.lost:  # a lost token has been counted
+            self.count_generated(rows.kept)
 
     def _settle_rows(self, rows: DraftRows, kept: int) -> None:
         again = rows.lost or (0 < kept < len(rows.tokens) and rows.state is not None)

@@ -110,10 +110,11 @@ def _fail(text: Text, step: Step, why: Exception, errors: dict[int, Exception]) 
 
 def _count(text: Text, step: Step, errors: dict[int, Exception]) -> None:
     """Commit a step. A later error is noted; the text has its tokens all the same."""
+    before = text.length  # with a token that is lost, which has been counted
     try:
         text.commit(step)
         text.unchecked = text.unchecked and not step.likeliest
         if step.generated and not step.ahead:
-            text.count_generated(len(step.tokens))
+            text.count_generated(text.length - before)
     except Exception as err:
         errors[step.seq] = err
