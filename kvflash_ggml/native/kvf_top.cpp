@@ -213,7 +213,7 @@ void kvf_settle_logits(llama_context & ctx) {
 }
 
 bool kvf_access::leave_logits(llama_context & ctx, const llm_graph_result & res, bool whole) {
-    // some models have a row for each token, wanted or not; and ggml may compute them elsewhere than was expected
+    // some drafters have a row for each token, wanted or not; and ggml may compute them elsewhere than was expected
     if (!whole || !res.t_best || res.t_logits->ne[1] != ctx.n_outputs ||
         !kvf_is_cuda(ggml_backend_get_device(ggml_backend_sched_get_tensor_backend(ctx.sched.get(), res.t_best)))) {
         return false;

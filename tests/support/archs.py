@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import kvflash_ggml
 from kvflash_ggml.convert.describe import describe
-from support.harness import read_block
+from support.harness import read_block, row
 from support.inside import inside
 
 from .integrity import check_table
@@ -239,6 +239,7 @@ def run_model(path: Path, enter: Callable[[str], None], *, with_stock: bool) -> 
         if whole.memory.startswith("plain"):
             _same(whole.after_cut(), stock.cut, "whole pool, cut")
         whole.close()
+        _check_last(_Run(path, pool=N_CTX, last=True), stock.text)
         small = _Run(path, pool=POOL)
         _check_small_pool(small, stock.text)
         _check_calibration(small)
@@ -280,7 +281,7 @@ def _stock(path: Path) -> _Logits:
 class _Run:
     """One model on one context, fed the same tokens as every other run of it."""
 
-    def __init__(self, path: Path, *, pool: int | None, exact: bool = False) -> None:
+    def __init__(self, path: Path, *, pool: int | None, exact: bool = False, last: bool = False) -> None:
         import numpy as np
 
         from kvflash_ggml import KVFlashConfig, Llama
@@ -290,7 +291,7 @@ class _Run:
         config = None if pool is None else KVFlashConfig(pool=pool, tail=4, **seen)
         self.llm = Llama(
             str(path), n_ctx=N_CTX, n_batch=N_BATCH, n_ubatch=N_UBATCH, n_threads=1, n_threads_batch=1,
-            n_gpu_layers=0, flash_attn=True, swa_full=False, logits_all=True, verbose=True, kvflash=config,
+            n_gpu_layers=0, flash_attn=True, swa_full=False, logits_all=not last, verbose=True, kvflash=config,
         )  # fmt: skip
         rng = np.random.default_rng(7)
         self.tokens = rng.integers(0, min(128, self.llm.n_vocab()), PROMPT + STEPS).tolist()
@@ -321,6 +322,16 @@ class _Run:
 
     def close(self) -> None:
         self.llm.close()
+
+
+def _check_last(run: _Run, stock: Any) -> None:
+    """Where logits of a prompt's last token are wanted alone, they are nearest to those of that token."""
+    import numpy as np
+
+    run.llm.eval(run.tokens[:PROMPT])
+    apart = np.abs(stock[:PROMPT] - row(run.llm)).max(axis=1)
+    run.close()
+    assert apart.argmin() == PROMPT - 1, f"last logits: those of token {apart.argmin()}, {apart.min():.3g} away"
 
 
 def _check_small_pool(run: _Run, stock: Any) -> None:
