@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import click
+import gguf
 import pytest
 from click.testing import CliRunner, Result
 
@@ -144,7 +145,6 @@ def test_ways_to_wait_are_known() -> None:
 
 
 def test_a_random_model_has_the_vocabulary_that_is_asked_for(tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
     path = tmp_path / "m.gguf"
     line = ["random-model", str(path), "--shape", "tiny-moe", "--vocab", "300"]
     assert CliRunner().invoke(main, line).exit_code == 0

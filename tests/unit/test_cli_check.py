@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import socket
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -170,10 +171,9 @@ def test_a_text_has_its_facts_and_two_questions_for_each() -> None:
 
 def test_a_chat_template_stands_around_text_and_question(monkeypatch: pytest.MonkeyPatch) -> None:
     rendered = f"<s> user {checking._MARK} assistant"
-    monkeypatch.setattr(
-        "kvflash_ggml.chat.templates.ChatTemplate",
-        lambda source, bos, eos: SimpleNamespace(render=lambda request: SimpleNamespace(prompt=rendered)),
-    )
+    template = SimpleNamespace(render=lambda request: SimpleNamespace(prompt=rendered))
+    renders = SimpleNamespace(ChatTemplate=lambda source, bos, eos: template)
+    monkeypatch.setitem(sys.modules, "kvflash_ggml.chat.templates", renders)  # llama.cpp's engine renders
     llm = Words("a template")
     text = compose(llm, 1024)
     assert llm.said(text.tokens[:2]) == "<s> user"

@@ -167,7 +167,6 @@ def test_several_files_and_their_index(tmp_path: Path, target: Path) -> None:
 
 
 def test_q8_0_is_made_without_the_library(tmp_path: Path, target: Path) -> None:
-    pytest.importorskip("gguf")
     made = converted(small_checkpoint(tmp_path / "drafter"), target, kind="q8_0")
     assert made.tensors["blk.0.attn_q.weight"].kind.name == "q8_0"
     assert made.tensors["blk.0.attn_norm.weight"].kind.name == "f32"

@@ -270,7 +270,6 @@ def test_an_older_file_without_a_tokenizer_needs_its_target(tmp_path: Path, draf
 
 
 def test_every_key_stays(tmp_path: Path, drafter: Path, target: Path) -> None:
-    pytest.importorskip("gguf")
     out = tmp_path / "small.gguf"
     quantize.quantize(drafter, out, kind="q8_0")
     before, after = reader.read(drafter), reader.read(out)
@@ -283,7 +282,6 @@ def test_every_key_stays(tmp_path: Path, drafter: Path, target: Path) -> None:
 
 
 def test_what_steers_a_drafter_keeps_eight_bits(tmp_path: Path, drafter: Path) -> None:
-    pytest.importorskip("gguf")
     out = tmp_path / "small.gguf"
     quantize.quantize(drafter, out, kind="q4_0")
     kinds = {name: tensor.kind.name for name, tensor in reader.read(out).tensors.items()}
@@ -292,7 +290,6 @@ def test_what_steers_a_drafter_keeps_eight_bits(tmp_path: Path, drafter: Path) -
 
 def test_a_head_for_further_tokens_is_quantised_too(tmp_path: Path) -> None:
     """recall-qwen35's, from its file of eight bits made large again."""
-    pytest.importorskip("gguf")
     head, large, small = MODELS / "mtp-recall-qwen35-q8_0.gguf", tmp_path / "large.gguf", tmp_path / "small.gguf"
     enlarged(head, large)
     with pytest.raises(ConversionError, match="lost for good"):
@@ -359,7 +356,6 @@ def test_a_key_that_changes_is_noticed(tmp_path: Path, drafter: Path, monkeypatc
 
 
 def test_a_quantised_file_is_not_quantised_again(tmp_path: Path, drafter: Path) -> None:
-    pytest.importorskip("gguf")
     quantize.quantize(drafter, tmp_path / "small.gguf", kind="q8_0")
     with pytest.raises(ConversionError, match="lost for good"):
         quantize.quantize(tmp_path / "small.gguf", tmp_path / "smaller.gguf", kind="q4_0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -64,7 +65,6 @@ def without_keys(source: Path, out: Path) -> Path:
 
 def signed(path: Path, kind: str, seed: int = 0) -> str | None:
     """The signature of a random embedding in a type."""
-    gguf = pytest.importorskip("gguf")
     values = np.random.default_rng(seed).normal(0, 0.02, (1000, 256)).astype(np.float32)
     number = gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(path, "qwen3")
