@@ -166,7 +166,7 @@ def run(model: str, plan: Replay, options: dict[str, Any]) -> None:
     if plan.plot is not None:
         plot.check()
     scripts = _scripts(model, plan, options)
-    with opened(model, n_ctx=512, options={**options, "heads": None, "n_gpu_layers": 0}) as llm:
+    with opened(model, n_ctx=512, options={**options, "heads": None}, vocab_only=True) as llm:
         spoken = [_spoken(one, lambda text: tokens_of(llm, text, 0)) for one in scripts]
     longest = max(sum(len(turn.said) + turn.answer for turn in session) for session in spoken)
     n_ctx = longest + 64
@@ -199,7 +199,7 @@ def _scripts(model: str, plan: Replay, options: dict[str, Any]) -> list[transcri
     if plan.sessions:
         return transcripts.read(plan.sessions)[: max(plan.users)]
     text = plan.filler()
-    with opened(model, n_ctx=512, options={**options, "heads": None, "n_gpu_layers": 0}) as llm:
+    with opened(model, n_ctx=512, options={**options, "heads": None}, vocab_only=True) as llm:
         letters = len(text) / len(tokens_of(llm, text, 0))
     made = transcripts.make(
         text, max(plan.users), start=plan.start, end=plan.end, known=plan.known / 100, answer=plan.answer,

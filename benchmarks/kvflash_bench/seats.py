@@ -291,7 +291,7 @@ def _agents(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
     trials = Trials(tasks=(plan.task,), depths=(0.5,), trials=max(plan.batches), seed=plan.seed, fact_set="confirm")
     lengths, text = plan.lengths or (plan.length,), text_tokens(model, plan.filler(), options)
     made, found = list[sessions.Session](), list[Row]()
-    with opened(model, n_ctx=512, options={**options, "heads": None, "n_gpu_layers": 0}) as llm:
+    with opened(model, n_ctx=512, options={**options, "heads": None}, vocab_only=True) as llm:
         for i in range(max(plan.batches)):
             length = lengths[i % len(lengths)]
             case = [case for *_, case in cases(llm, trials, plan.filler(), n_tokens=length)][i]
