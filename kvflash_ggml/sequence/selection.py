@@ -53,6 +53,11 @@ class Selection:
         return max(self.interval, min(self._delay, self.interval) + 1)
 
     @property
+    def since_asked(self) -> int:
+        """The newest tokens, from the one on that the requested scores are for."""
+        return self._since_score + 1
+
+    @property
     def is_due(self) -> bool:
         """Whether to use the requested scores now."""
         return self._due <= 0

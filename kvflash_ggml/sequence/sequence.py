@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvflash_ggml")
 
+MOST_AGAIN = 4
+"""Tokens of an answer that a step computes again. Where scores come later than that, other tokens need other chunks."""
+
 
 class Sequence:
     """A text on a pool. A step of it either commits completely or leaves no trace.
@@ -162,35 +165,38 @@ class Sequence:
     ) -> Step:  # fmt: skip
         """Prepare a step of an answer; see `prepare`. `begin` has made room for it, and `finish` computes it."""
         self.checkpoints.restored = None  # no step of a prompt follows the restored text
-        if self.scoring is not None and self.scoring.pending and self.scoring.is_ready:
+        scoring = self.scoring
+        if scoring is not None and scoring.pending and scoring.is_ready:
             self.relevance.take_ready()
             if not ahead and self.relevance.asks_for_more():
-                tokens = self._behind_newest(tokens)
+                tokens = self._again(scoring.selection.since_asked, tokens)
         return self.prepare(
             tokens, output, after, generated=True, ahead=ahead, branches=branches, stream=self.reading.answers_exactly
         )
 
-    def _behind_newest(self, tokens: Int32s) -> Int32s:
-        """Return the newest token and these, if their step can compute it again, with the chunks that it asked for.
+    def _again(self, count: int, tokens: Int32s) -> Int32s:
+        """Return the newest `count` tokens and these, if their step can compute them again, with the chunks that the
+        first of them asked for.
 
-        It is dropped as a rejected draft then. `length` counts it all the while, and settling computes it. Without
-        this, a list's key of one token, which asks for its value, never sees it. Beside a device the scores are of an
-        earlier token. Recurrent state and windows of a restored text cannot roll back.
+        They are dropped as rejected drafts then. `length` counts them all the while, and settling computes them.
+        Without this, a list's key of one token, which asks for its value, never sees it. Recurrent state and windows of
+        a restored text cannot roll back.
         """
-        info, pool, start = self.engine.info, self.pool, self.length - 1
-        fixed = info.asynchronous or info.recurrent or info.n_swa or self.reading.answers_exactly
+        info, pool, length = self.engine.info, self.pool, self.length
+        count = min(count, length % CHUNK)  # the chunk before is sealed
+        fixed = info.recurrent or info.n_swa or self.reading.answers_exactly
         if fixed or pool.padding is not None or self.follower is not None:
             return tokens
-        if self.whole.item(start) or self.length % CHUNK == 0:
+        start = length - count
+        if not 0 < count <= MOST_AGAIN or self.whole[start:length].any():
             return tokens
-        if len(tokens) >= pool.n_ubatch // len(pool.texts):  # a step has rows of all texts
+        if count + len(tokens) > pool.n_ubatch // len(pool.texts):  # a step has rows of all texts
             return tokens
-        newest: Int32s = self.ids[start : start + 1].copy()
-        self.unfinished.work = partial(
-            self._take_rows, DraftRows(start, newest, 1, None, streamed=False, lost=True), self.queries.order
-        )
+        lost = self.ids[start:length].copy()
+        rows = DraftRows(start, lost, count, None, streamed=False, lost=True)
+        self.unfinished.work = partial(self._take_rows, rows, self.queries.order)
         self.unfinished.settle()
-        return np.concatenate([newest, tokens])
+        return np.concatenate([lost, tokens])
 
     def finish(self, step: Step) -> None:
         """Compute a step of an answer, and count its tokens."""
@@ -526,7 +532,7 @@ class Sequence:
         self.queries.valid_from = self.queries.valid_after(length, written)
         self.logits = self.logits.before(length)
         self.table.commit(plan)
-        self.draft_rows = replace(rows, path=(0,)) if rows.lost else None
+        self.draft_rows = replace(rows, path=tuple(range(rows.room))) if rows.lost else None
         if self.follower is not None:
             self.follower.settled(rows.path)
 

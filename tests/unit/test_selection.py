@@ -322,9 +322,9 @@ def test_what_a_token_asks_for_is_there_for_the_next(pool: int, every: int) -> N
     one.close()
 
 
-@pytest.mark.parametrize("info", [{}, {"recurrent": True}, {"n_swa": 128}, {"asynchronous": True}])
+@pytest.mark.parametrize("info", [{}, {"recurrent": True}, {"n_swa": 128}])
 def test_a_token_that_asks_is_evaluated_again_with_what_it_asked_for(info: dict[str, Any]) -> None:
-    """In the step of the next token. Not where a text that is restored, or scores that are late, could not do it."""
+    """In the step of the next token. Not where a text that is restored could not do it."""
     engine, scorer = FakeEngine(512, 128, **info), Turning(8)
     one = make_session(engine, KVFlashConfig(pool=512), n_ctx=8192, n_batch=128, n_ubatch=128, scorer=scorer)  # type: ignore[arg-type]
     extend(one, np.arange(PROMPT, dtype=np.int32))
@@ -340,6 +340,51 @@ def test_a_token_that_asks_is_evaluated_again_with_what_it_asked_for(info: dict[
     assert one.tokens.tolist() == [*range(PROMPT), *range(100, 276)] == engine.tokens
     assert one.stats.generated == 176
     check_table(one.table)
+    one.close()
+
+
+class TurningBeside(Turning):
+    """Turns at tokens that are scored beside a device: every second one is."""
+
+    def asked(self, length: int) -> int:
+        return super().asked(length - 1) if length > PROMPT + 1 else 0
+
+
+def test_beside_a_device_what_was_drawn_meanwhile_is_evaluated_again_too() -> None:
+    """The token that asks, the next one, which was computed while it was scored, and the new one make a step."""
+    engine, scorer = FakeEngine(512, 128, asynchronous=True), TurningBeside(8)
+    one = make_session(engine, KVFlashConfig(pool=512), n_ctx=8192, n_batch=128, n_ubatch=128, scorer=scorer)  # type: ignore[arg-type]
+    assert one.scoring is not None
+    one.scoring.clock = None  # which would measure this computer
+    extend(one, np.arange(PROMPT, dtype=np.int32))
+    engine.steps.clear()
+    asked = []
+    for token in range(100, 276):
+        rows, chunk = 1, scorer.asked(one.length - 1)
+        if chunk not in (0, *one.table.resident_chunks):
+            rows = 1 + min(2, one.length % 64)  # the chunk before is sealed
+        extend(one, np.array([token], np.int32))
+        asked.append(rows)
+        assert rows == 1 or chunk in one.table.resident_chunks
+    assert engine.steps == asked
+    assert asked.count(3) > 10
+    assert one.tokens.tolist() == [*range(PROMPT), *range(100, 276)] == engine.tokens
+    assert one.stats.generated == 176
+    check_table(one.table)
+    one.close()
+
+
+def test_scores_that_come_much_later_evaluate_nothing_again() -> None:
+    engine, scorer = FakeEngine(512, 128, asynchronous=True), Turning(8)
+    config = KVFlashConfig(pool=512, tau=64)
+    one = make_session(engine, config, n_ctx=8192, n_batch=128, n_ubatch=128, scorer=scorer)  # type: ignore[arg-type]
+    extend(one, np.arange(PROMPT, dtype=np.int32))
+    engine.steps.clear()
+    before = one.paging.page_ins
+    for token in range(176):
+        extend(one, np.array([token], np.int32))
+    assert engine.steps == [1] * 176
+    assert one.paging.page_ins > before
     one.close()
 
 
