@@ -27,9 +27,13 @@ _REMEDY = "Fetch the file again, or convert it anew."
 _OVERRIDES = "kv_overrides (--override-kv)"
 _OTHER = "Leave it out, or give another value."
 _MOST_LAYERS, _MOST_EXPERTS, _MOST_COUNT = 512, 1024, (1 << 31) - 1
+_MOST_WINDOW, _MOST_TOKENS, _MOST_ROUNDS = 1 << 24, 1 << 22, 1000
+"""Tokens of a window, for each of which a step takes memory, tokens of a vocabulary without texts, for each of which a
+load does, and rounds within a step."""
+
 _DIVISORS = (
-    "full_attention_interval", "ssm.inner_size", "ssm.state_size", "ssm.conv_kernel", "ssm.time_step_rank",
-    "wkv.head_size",
+    "attention.output_group_count", "full_attention_interval", "ssm.inner_size", "ssm.state_size", "ssm.conv_kernel",
+    "ssm.time_step_rank", "wkv.head_size",
 )  # fmt: skip
 """Counts that llama.cpp divides by, or makes tensors of."""
 
@@ -152,7 +156,8 @@ def check_head(file: GGUF) -> None:
 def check_texts(file: GGUF, remedy: str = _REMEDY) -> None:
     """Raise ConversionError for a key or a text of the head that is not UTF-8, and for a token that is there twice.
 
-    Upstream decodes all keys and texts. llama.cpp ends the process for two equal tokens, whatever splits a text.
+    Upstream decodes all keys and texts. llama.cpp ends the process for two equal tokens, whatever splits a text. A
+    vocabulary without texts has as many tokens as the head says.
     """
     for name, field in file.fields.items():
         for text in (name, field.value if field.kind == TEXT else ""):
@@ -160,6 +165,9 @@ def check_texts(file: GGUF, remedy: str = _REMEDY) -> None:
                 raise ConversionError(file.name, name, found=text, wanted="text in UTF-8", remedy=remedy)
     if twice := _twice(file):
         raise ConversionError(file.name, _TOKENS, found=twice, wanted="each token once", remedy=remedy)
+    if file.get("tokenizer.ggml.model") in _NO_VOCABULARY and (size := _count(file, "vocab_size")) > _MOST_TOKENS:
+        key, wanted = f"{file.architecture}.vocab_size", f"at most {_MOST_TOKENS}"
+        raise ConversionError(file.name, key, found=size, wanted=wanted, remedy=remedy)
 
 
 def _twice(file: GGUF) -> str:
@@ -253,12 +261,17 @@ def _wrong_delta(file: GGUF) -> Wrong:
 
 
 def _wrong_attention(file: GGUF) -> Wrong:
-    """Numbers of attention without which llama.cpp finds nothing: a layer with a window, both lengths, a divisor."""
+    """Numbers of attention without which llama.cpp finds nothing: a layer with a window or an indexer, both lengths, a
+    divisor.
+    """
     own = f"{file.architecture}.attention."
     pattern = file.own("attention.sliding_window_pattern")
     without = not any(pattern) if isinstance(pattern, list) else type(pattern) is int and pattern == 1
     if without and (_count(file, "attention.sliding_window") > 0 or file.architecture == "llama4"):
         yield f"{own}sliding_window_pattern", pattern, "a pattern with a layer that has the window"
+    types = file.own("attention.indexer.types", 1)
+    if not (any(types) if isinstance(types, list) else types):
+        yield f"{own}indexer.types", types, "a layer with an indexer of its own"
     for one, other in (("key_length_mla", "value_length_mla"), ("value_length_mla", "key_length_mla")):
         if (found := _count(file, f"attention.{one}")) and not _count(file, f"attention.{other}"):
             yield f"{own}{one}", found, f"0, or {other} too"
@@ -297,12 +310,14 @@ def _limits(file: GGUF) -> dict[str, tuple[int, int]]:
     limits = {key: (1, _MOST_COUNT) for key in _DIVISORS if file.own(key) is not None}
     if file.own("expert_gating_func") is not None:
         limits["expert_gating_func"] = (int(file.architecture in _GATED), _MOST_GATING)
-    if file.architecture == "afmoe" or (
+    windowed = file.architecture == "afmoe" or (
         file.architecture == "llama4" and file.own("attention.sliding_window") is not None
-    ):
-        limits["attention.sliding_window"] = (1, _MOST_COUNT)
+    )
     limits |= {
+        "attention.sliding_window": (int(windowed), _MOST_WINDOW),
+        "hyper_connection.sinkhorn_iterations": (0, _MOST_ROUNDS),
         "block_count": (1, _MOST_LAYERS),
+        "decoder_block_count": (0, _MOST_LAYERS),
         "nextn_predict_layers": (0, layers),
         "expert_count": (0, _MOST_EXPERTS),
     }

@@ -337,12 +337,19 @@ def test_a_value_that_ends_the_process_is_refused_in_place_of_a_sound_one(key: s
         ("deepseek2", {"attention.key_length_mla": 192, "attention.value_length_mla": 128}, "", ""),
         ("mistral4", {"attention.temperature_scale": 0.1}, "temperature_length", "1 or more, where"),
         ("mistral4", {"attention.temperature_scale": 0.1, "attention.temperature_length": 8192}, "", ""),
+        ("olmo2", {"attention.sliding_window": (1 << 31) - 1}, "sliding_window", "0 to 16777216"),
+        ("phi3", {"attention.sliding_window": 262144}, "", ""),
+        ("t5", {"decoder_block_count": 513}, "decoder_block_count", "0 to 512"),
+        ("deepseek4", {"attention.output_group_count": 0}, "output_group_count", "1 to "),
+        ("deepseek4", {"hyper_connection.sinkhorn_iterations": (1 << 31) - 1}, "iterations", "0 to 1000"),
+        *(("glm-dsa", {"attention.indexer.types": one}, "types", "a layer with") for one in (0, [0, 0], [False])),
+        *(("glm-dsa", {"attention.indexer.types": one}, "", "") for one in (1, [1, 0], [True, False])),
     ],
 )
 def test_numbers_that_a_step_asserts(
     tmp_path: Path, architecture: str, fields: dict[str, Any], key: str, wanted: str
 ) -> None:
-    """llama.cpp asserted them while it made the context, or in the first step."""
+    """llama.cpp asserted them while it made the context or in the first step, divided by them, or had no end."""
     head = [Field.of("general.architecture", architecture)]
     head += [Field.of(f"{architecture}.{name}", value) for name, value in fields.items()]
     file = reader.read(write_gguf(tmp_path / "model.gguf", head, WEIGHT))
@@ -424,6 +431,17 @@ def test_equal_tokens_are_refused(tmp_path: Path, what: str, kind: str) -> None:
     for refuses in (purpose.check_reader, lambda path: purpose.check_head(reader.read(path))):
         with refusal if twice and kind not in ("no_vocab", "none") else suppress(ConfigError):
             refuses(path)
+
+
+@pytest.mark.parametrize("kind", ["none", "no_vocab", "llama"])
+def test_tokens_without_texts_are_counted(tmp_path: Path, kind: str) -> None:
+    """A load took memory for each, until there was none."""
+    path = made(
+        tmp_path / "model.gguf", general__architecture="llama", tokenizer__ggml__model=kind, llama__vocab_size=1 << 23
+    )
+    refusal = pytest.raises(ConversionError, match=r"llama\.vocab_size is 8388608; wanted: at most 4194304")
+    with refusal if kind != "llama" else nullcontext():
+        purpose.check_model(path, vocab_only=True)
 
 
 @pytest.mark.parametrize("value", [7, 1.5, True, [1, 2], ""])
