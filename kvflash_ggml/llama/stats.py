@@ -82,7 +82,7 @@ class PoolStats:
         lambda text: text.policy, 'Name of the policy; "none needed" if the pool holds the whole context.'
     )
     scored_every: int | None = _live(
-        lambda text: None if text.scoring is None else text.scoring.selection.period,
+        lambda text: None if text.scoring is None else text.scoring.selection.interval,
         "Tokens of an answer between two scorings of the chunks, at present; None if the policy does not score.",
     )
     evicted_mass: float | None = _live(

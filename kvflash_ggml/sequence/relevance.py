@@ -52,7 +52,7 @@ class Relevance:
     def take_ready(self) -> None:
         """Use the scores that are due."""
         assert self.scoring is not None
-        self.take(self.scoring.take(), sparingly=True)
+        self.take(self.scoring.take_due(), sparingly=True)
 
     def asks_for_more(self) -> bool:
         """Return whether the newest token asks for evicted chunks, which the next step makes resident."""

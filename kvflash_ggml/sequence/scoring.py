@@ -161,7 +161,7 @@ class Scoring:
 
     @property
     def is_ready(self) -> bool:
-        """Whether to use the requested scores now."""
+        """Whether to use the scores of the oldest request now."""
         return bool(self.pending) and self.selection.is_due
 
     # --- what happens to the text
@@ -280,6 +280,15 @@ class Scoring:
             scores = self.pending.popleft().result()
         return scores
 
+    def take_due(self) -> Floats | None:
+        """Return the newest scores that are due, waiting for them if need be; None if there are none."""
+        self._raise_failure()
+        scores = None
+        while self.is_ready:
+            scores = self.pending.popleft().result()
+            self.selection.used()
+        return scores
+
     def _raise_failure(self) -> None:
         """Raise the failure of a `seal`, once: a chunk without statistics would be scored at random."""
         failed, self._failed = self._failed, None
@@ -307,7 +316,7 @@ class Scoring:
             return scores
         lasting: Floats = scores.copy()
         earlier = before[: len(scores)].astype(scores.dtype)  # a snapshot keeps more digits
-        faded = earlier - self._lasting.fade * self.selection.period
+        faded = earlier - self._lasting.fade * self.selection.interval
         lasting[: len(faded)] = np.maximum(scores[: len(faded)], faded)
         return lasting
 

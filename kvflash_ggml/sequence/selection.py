@@ -23,7 +23,7 @@ class Selection:
     tau: tokens between two reselections, four times the tokens between two scores. None: a score every `interval`
     tokens, which may change, and a reselection with every fourth of them. Below TAU there is no full reselection then:
     pages move whenever a chunk is asked for. delay: tokens between a request for scores and their use, the interval if
-    that is shorter, so that the result never depends on the speed of a thread. No scores are requested meanwhile.
+    that is shorter, so that the result never depends on the speed of a thread. Two requests can wait then.
     """
 
     def __init__(self, *, tau: int | None, delay: int = 0) -> None:
@@ -32,35 +32,38 @@ class Selection:
         self._delay = delay
         self._since_score = 0
         self._since_move = 0
-        self._due = 0  # tokens until the requested scores are used
+        self._age = 0  # tokens since the oldest request that waits
 
-    def on_tokens(self, count: int, *, waiting: bool) -> bool:
-        """Count generated tokens, and return whether to score now. waiting: scores have been requested already."""
+    def on_tokens(self, count: int, *, waiting: int) -> bool:
+        """Count generated tokens, and return whether to score now. waiting: requests whose scores are not used yet."""
         self._since_score += count
         self._since_move += count
         if waiting:
-            self._due -= count
-            return False
-        if self._since_score < self.interval:
+            self._age += count
+        if self._since_score < self.interval or waiting > 1:
             return False
         self._since_score = 0
-        self._due = min(self._delay, self.interval)
+        if not waiting:
+            self._age = 0
         return True
 
     @property
-    def period(self) -> int:
-        """Tokens between two requests, where each step has one token: none is made while scores wait to be used."""
-        return max(self.interval, min(self._delay, self.interval) + 1)
+    def is_due(self) -> bool:
+        """Whether to use the scores of the oldest request that waits now."""
+        return self._age >= self._used_after
+
+    @property
+    def _used_after(self) -> int:
+        return min(self._delay, self.interval)
 
     @property
     def since_asked(self) -> int:
-        """The newest tokens, from the one on that the requested scores are for."""
-        return self._since_score + 1
+        """The newest tokens, from the one on that the oldest request is for."""
+        return self._age + 1
 
-    @property
-    def is_due(self) -> bool:
-        """Whether to use the requested scores now."""
-        return self._due <= 0
+    def used(self) -> None:
+        """Note that the scores of the oldest request are used: the newest one, if there are two, is the oldest now."""
+        self._age = self._since_score
 
     @property
     def must_move(self) -> bool:
@@ -75,12 +78,14 @@ class Selection:
 
     def restart(self) -> None:
         """Start again after a cut, or for another request."""
-        self._since_score = self._since_move = self._due = 0
+        self._since_score = self._since_move = self._age = 0
 
     def write(self, saved: PolicyState) -> None:
         """Write the counts to a policy's state."""
-        saved.since_score, saved.since_reselect, saved.due = self._since_score, self._since_move, self._due
+        saved.since_score, saved.since_reselect = self._since_score, self._since_move
+        saved.due = self._used_after - self._age if saved.pending else 0
 
     def load(self, saved: PolicyState) -> None:
         """Continue from a policy's state."""
-        self._since_score, self._since_move, self._due = saved.since_score, saved.since_reselect, saved.due
+        self._since_score, self._since_move = saved.since_score, saved.since_reselect
+        self._age = self._used_after - saved.due

@@ -167,9 +167,10 @@ class Sequence:
         self.checkpoints.restored = None  # no step of a prompt follows the restored text
         scoring = self.scoring
         if scoring is not None and scoring.pending and scoring.is_ready:
+            count = scoring.selection.since_asked
             self.relevance.take_ready()
             if not ahead and self.relevance.asks_for_more():
-                tokens = self._again(scoring.selection.since_asked, tokens)
+                tokens = self._again(count, tokens)
         return self.prepare(
             tokens, output, after, generated=True, ahead=ahead, branches=branches, stream=self.reading.answers_exactly
         )
@@ -217,7 +218,7 @@ class Sequence:
             return
         if scoring.clock is not None:
             scoring.on_time(count)
-        due = scoring.selection.on_tokens(count, waiting=bool(scoring.pending))
+        due = scoring.selection.on_tokens(count, waiting=len(scoring.pending))
         if due and not self.table.unsaved:
             self.relevance.request(self.tokens, self.view, rows=1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import abc
+from collections import abc, deque
 from functools import partial
 from itertools import count
 from typing import Any
@@ -122,7 +122,7 @@ def test_drafts_leave_no_trace() -> None:
 @pytest.mark.parametrize("counts", [[1] * 200, [5] * 40, [3, 7] * 20])
 def test_tokens_are_counted_and_not_steps(counts: abc.Sequence[int]) -> None:
     clock = Selection(tau=64)
-    asked = sum(clock.on_tokens(count, waiting=False) for count in counts)
+    asked = sum(clock.on_tokens(count, waiting=0) for count in counts)
     assert sum(counts) // 16 - 2 <= asked <= sum(counts) // 16
     assert clock.must_move
     clock.moved()
@@ -130,21 +130,24 @@ def test_tokens_are_counted_and_not_steps(counts: abc.Sequence[int]) -> None:
 
 
 def test_scores_are_used_after_the_delay() -> None:
-    clock = Selection(tau=64, delay=16)
-    assert clock.on_tokens(16, waiting=False)
+    clock = Selection(tau=256, delay=16)
+    assert clock.on_tokens(64, waiting=0)
     for _ in range(3):
         assert not clock.is_due
-        clock.on_tokens(5, waiting=True)
-    clock.on_tokens(1, waiting=True)
+        clock.on_tokens(5, waiting=1)
+    clock.on_tokens(1, waiting=1)
     assert clock.is_due
+    assert clock.since_asked == 17
 
 
 def test_nothing_of_the_last_text_delays_the_next() -> None:
-    clock = Selection(tau=4, delay=16)
-    assert clock.on_tokens(1, waiting=False)
-    assert not clock.is_due
+    clock = Selection(tau=16, delay=16)
+    assert clock.on_tokens(4, waiting=0)
+    clock.on_tokens(3, waiting=1)
     clock.restart()
-    assert clock.is_due
+    assert not clock.on_tokens(3, waiting=0)
+    assert clock.on_tokens(1, waiting=0)
+    assert clock.since_asked == 1
 
 
 @pytest.mark.parametrize(("interval", "moves"), [(1, 0), (8, 0), (16, 3), (64, 3)])
@@ -153,7 +156,7 @@ def test_all_of_the_pool_moves_only_where_few_tokens_are_scored(interval: int, m
     clock, moved = Selection(tau=None), 0
     clock.interval = interval
     for _ in range(3 * 4 * interval):
-        clock.on_tokens(1, waiting=False)
+        clock.on_tokens(1, waiting=0)
         if clock.must_move:
             clock.moved()
             moved += 1
@@ -163,30 +166,35 @@ def test_all_of_the_pool_moves_only_where_few_tokens_are_scored(interval: int, m
 @pytest.mark.parametrize(("tau", "later"), [(4, 1), (16, 4), (64, 16), (256, 16)])
 def test_scores_are_used_an_interval_later_and_no_more_than_the_delay(tau: int, later: int) -> None:
     clock = Selection(tau=tau, delay=16)
-    assert clock.on_tokens(tau // 4, waiting=False)
+    assert clock.on_tokens(tau // 4, waiting=0)
     for _ in range(later):
         assert not clock.is_due
-        clock.on_tokens(1, waiting=True)
+        clock.on_tokens(1, waiting=1)
     assert clock.is_due
 
 
 @pytest.mark.parametrize("interval", [1, 2, 15, 16, 17, 100])
 @pytest.mark.parametrize("delay", [0, DELAY])
-def test_the_period_is_what_lies_between_two_requests(delay: int, interval: int) -> None:
-    clock, waiting, asked = Selection(tau=None, delay=delay), False, []
+def test_a_request_waits_for_its_use_and_the_next_one_does_not_wait_for_it(delay: int, interval: int) -> None:
+    clock, requests = Selection(tau=None, delay=delay), deque[int]()
     clock.interval = interval
+    asked, used = list[int](), list[int]()
     for token in range(1000):
-        waiting = waiting and not clock.is_due
-        if clock.on_tokens(1, waiting=waiting):
-            waiting = True
+        while requests and clock.is_due:
+            assert clock.since_asked == token - requests[0]
+            used.append(token - requests.popleft())
+            clock.used()
+        if clock.on_tokens(1, waiting=len(requests)):
+            requests.append(token)
             asked.append(token)
-    assert set(np.diff(asked)) == {clock.period}
+    assert set(np.diff(asked)) == {interval}
+    assert set(used) == {1 + min(delay, interval)}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(("tau", "tokens"), [(4, 80), (64, 80), (256, 128)])
 def test_a_score_loses_as_much_a_token_whatever_is_scored_how_often(tau: int, tokens: int, asynchronous: bool) -> None:
-    """Beside a device too, where a score waits to be used, so that fewer are made."""
+    """Beside a device too, where a score waits to be used."""
     one = session(Finding(0.02), tau=tau, asynchronous=asynchronous)
     before = None
     for token in range(tokens):
@@ -195,7 +203,7 @@ def test_a_score_loses_as_much_a_token_whatever_is_scored_how_often(tau: int, to
         if before is None:
             before = one.relevance.ranking[Finding.ASKED]
     lost = before - one.relevance.ranking[Finding.ASKED]
-    assert lost == pytest.approx(0.02 * tokens, abs=0.02 * 2 * one.scoring.selection.period)  # type: ignore[union-attr]
+    assert lost == pytest.approx(0.02 * tokens, abs=0.02 * 3 * one.scoring.selection.interval)  # type: ignore[union-attr]
     one.close()
 
 
@@ -247,18 +255,17 @@ def test_chunks_are_scored_less_often_as_the_text_grows_and_more_often_after_a_c
 
 @pytest.mark.parametrize(("steps", "interval"), [(0, 1), (0.9, 1), (2.5, 3), (40, 40)])
 def test_beside_a_device_scores_take_the_time_that_its_steps_leave(steps: float, interval: int) -> None:
-    """Each counts a token later than it was asked for, which is when the next one can be."""
+    """Each counts a token later than it was asked for, while the next one is computed."""
     price = steps * (STEP + DEVICE_STEP) / DEVICE_RATE / STEP / 32
     one = session(Costly(price), tau=None, step_work=STEP, asynchronous=True)
     assert one.scoring is not None
     assert one.scoring.selection.interval == interval
     one.scoring.clock = None  # which would measure this computer
-    between = max(interval, min(interval, DELAY) + 1)
     found = looks(one, 63)
     one.scoring.take()  # the last one may run
-    assert found == list(range(PROMPT + interval, PROMPT + 64, between))
+    assert found == list(range(PROMPT + interval, PROMPT + 64, interval))
     told: Any = PoolStats(one, None, None, None, swa_full=False)  # type: ignore[arg-type]
-    assert told.scored_every == between
+    assert told.scored_every == interval
     one.close()
 
 
@@ -343,16 +350,9 @@ def test_a_token_that_asks_is_evaluated_again_with_what_it_asked_for(info: dict[
     one.close()
 
 
-class TurningBeside(Turning):
-    """Turns at tokens that are scored beside a device: every second one is."""
-
-    def asked(self, length: int) -> int:
-        return super().asked(length - 1) if length > PROMPT + 1 else 0
-
-
 def test_beside_a_device_what_was_drawn_meanwhile_is_evaluated_again_too() -> None:
     """The token that asks, the next one, which was computed while it was scored, and the new one make a step."""
-    engine, scorer = FakeEngine(512, 128, asynchronous=True), TurningBeside(8)
+    engine, scorer = FakeEngine(512, 128, asynchronous=True), Turning(8)
     one = make_session(engine, KVFlashConfig(pool=512), n_ctx=8192, n_batch=128, n_ubatch=128, scorer=scorer)  # type: ignore[arg-type]
     assert one.scoring is not None
     one.scoring.clock = None  # which would measure this computer
