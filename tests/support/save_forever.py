@@ -53,6 +53,9 @@ def main(folder: Path, kills: int) -> dict[str, int]:
         time.sleep(
             rng.random() * (0.2 if kill % 10 == 0 else 0.02)
         )  # some on a slow disk, too, get to the end of a save
+        writing = time.monotonic() + 1
+        while kill % 2 and not list(folder.glob(f".*{PART}")) and time.monotonic() < writing:
+            pass  # on a fast disk, too, every second kill comes while a file is being written
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         if seen or path.exists():
