@@ -63,7 +63,7 @@ def told(name: str, value: Any) -> str | None:
     if name in COMPANIONS:
         return None
     if name not in NEUTRAL:
-        return name[:MAX_NAME]
+        return name[:MAX_NAME] or '""'  # a header that ends with a blank cannot be sent
     if any(value == usual for usual in NEUTRAL[name]):
         return None
     return f"{name}={value}"[:MAX_NAME] if isinstance(value, str | int | float) else f"{name}=..."

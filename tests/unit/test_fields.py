@@ -114,6 +114,7 @@ def test_strict_refuses_them_by_name(path: str) -> None:
         ({"a, b": 1}, ["a%2C%20b"]),
         ({"é\r\nX: y": 1}, ["%C3%A9%0D%0AX:%20y"]),
         ({"x" * 5000: 1}, ["x" * 48]),
+        ({"x": 1, "": 1}, ["x", "%22%22"]),
         ({"model_dump": 1, "__class__": 2, "stops": 3}, ["model_dump", "__class__", "stops"]),
         ({"max_tokens": 3, "max_completion_tokens": 2}, ["max_tokens"]),
     ],
