@@ -51,7 +51,7 @@ def in_words(
     text = _TOLD.format(signatures="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     text += "" if calls else _FORM
     if out and out[0]["role"] == "system":
-        out[0]["content"] = f"{out[0]['content']}\n\n{text}"
+        out[0]["content"] = f"{out[0]['content'] or ''}\n\n{text}"
     else:
         out.insert(0, {"role": "system", "content": text})
     return out

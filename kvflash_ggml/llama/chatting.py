@@ -17,6 +17,7 @@ from ..errors import ConfigError, brief
 from ..native import vocabulary
 from ..notation import stop_texts
 from . import messages
+from .formatting import text_of
 from .preview import refuse
 
 if TYPE_CHECKING:
@@ -164,6 +165,8 @@ def _requested(given: Mapping[str, Any]) -> ChatInput:
     named = None
     try:
         tools = {tool["function"]["name"] for tool in given["tools"]}
+        if not all(isinstance(tool["function"].get("parameters") or {}, Mapping) for tool in given["tools"]):
+            raise TypeError("parameters that are no schema")
     except (KeyError, TypeError) as err:
         raise ConfigError('a tool is {"type": "function", "function": {"name": ..., "parameters": ...}}') from err
     if choice not in ("auto", "required"):
@@ -177,7 +180,8 @@ def _requested(given: Mapping[str, Any]) -> ChatInput:
         if not known:
             raise ConfigError(f"tool_choice names '{brief(named)}', which is no tool: name one of `tools`")
         choice = "required"
-    return ChatInput(messages=given["messages"], tools=given["tools"], choice=choice, named=named)
+    told = [{**message, "content": text_of(i, message.get("content"))} for i, message in enumerate(given["messages"])]
+    return ChatInput(messages=told, tools=given["tools"], choice=choice, named=named)
 
 
 def _reason(reader: AnswerReader, reason: str) -> str:

@@ -49,11 +49,11 @@ def _joined(source: str, messages: Any) -> Any:
     """Return messages with the texts of their parts as one, where the template knows no parts: it would write none."""
     if not any(isinstance(message.get("content"), list) for message in messages) or takes_parts(source):
         return messages
-    return [{**message, "content": _text(i, message.get("content"))} for i, message in enumerate(messages)]
+    return [{**message, "content": text_of(i, message.get("content"))} for i, message in enumerate(messages)]
 
 
-def _text(i: int, content: Any) -> Any:
-    """Join the texts of a message's parts with line ends, as the server does."""
+def text_of(i: int, content: Any) -> Any:
+    """Join the texts of a message's parts with line ends, as the server does. i: the message's number, for errors."""
     if not isinstance(content, list):
         return content
     for j, part in enumerate(content):

@@ -29,6 +29,16 @@ def check(messages: Any) -> None:
         if not (content is None or isinstance(content, str) or parts):
             shown = brief(repr(content))
             raise ConfigError(f"{where}['content']={shown}: it must be a text, or a list of parts, which are dicts")
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
+            shown = brief(repr(calls))
+            raise ConfigError(
+                f"{where}['tool_calls']={shown}: each must be a dict with a function, which is a dict too"
+            )
+
+
+def _is_call(call: Any) -> bool:
+    return isinstance(call, Mapping) and isinstance(call.get("function"), Mapping)
 
 
 @contextmanager

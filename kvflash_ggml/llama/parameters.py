@@ -44,7 +44,7 @@ _PATHS = ("scorer", "spill", "calibrate")
 _KINDS: dict[Any, tuple[str, tuple[str, ...]]] = {
     Integral: ("a whole number", (
         "n_ctx", "n_batch", "n_ubatch", "n_threads", "n_threads_batch", "n_cpu_moe", "n_gpu_layers", "main_gpu",
-        "split_mode",
+        "split_mode", "last_n_tokens_size",
     )),
     (str, os.PathLike): ("the path of a file or folder", ("mmproj", "lora_path", "kvflash_scorer", "kvflash_spill")),
     Iterable: ("a list", ("kvflash_pins", "device", "override_tensor", "rpc", "tensor_split")),

@@ -65,3 +65,42 @@ def test_a_tool_that_is_none(llama: Callable[..., Any]) -> None:
         llm.create_chat_completion(
             messages=HELLO, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "other"}}
         )
+
+
+def test_contents_in_parts_are_texts_beside_tools(llama: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = llama("dense", n_ctx=1024)
+    prompts: list[Any] = []
+
+    def stop(prompt: Any, **asked: Any) -> None:
+        prompts.append(prompt)
+        raise InterruptedError
+
+    monkeypatch.setattr(llm, "create_completion", stop)
+    call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    parts = [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Always."}]
+    for content, nothing in (("Be brief.\nAlways.", ""), (parts, None)):
+        turn = {"role": "assistant", "content": content, "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": "a", "content": content}
+        for told in (content, nothing):
+            with pytest.raises(InterruptedError):
+                llm.create_chat_completion([{"role": "system", "content": told}, *HELLO, turn, result], tools=TOOLS)
+    assert prompts[:2] == prompts[2:]
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ({"role": "assistant", "tool_calls": [{}]}, "tool_calls"),
+        ({"role": "assistant", "tool_calls": [{"function": None}]}, "tool_calls"),
+        ({"role": "system", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "the type 'text' alone"),
+    ],
+)
+def test_messages_that_no_tools_can_be_beside(message: Any, told: str, llama: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"messages\[0\].*{told}"):
+        llama("dense", n_ctx=512).create_chat_completion([message, *HELLO], tools=TOOLS)
+
+
+def test_a_tool_without_a_schema(llama: Callable[..., Any]) -> None:
+    tool = {"type": "function", "function": {"name": "clock", "parameters": True}}
+    with pytest.raises(ConfigError, match='"parameters": '):
+        llama("dense", n_ctx=512).create_chat_completion(HELLO, tools=[tool])

@@ -60,6 +60,7 @@ def test_a_replaced_value_that_would_end_the_process(opens: Any) -> None:
     [
         ({"n_ctx": "512"}, "n_ctx='512': a whole number"),
         ({"n_threads": 1.5}, r"n_threads=1\.5: a whole number"),
+        ({"last_n_tokens_size": "64"}, "last_n_tokens_size='64': a whole number"),
         ({"n_cpu_moe": "2"}, "n_cpu_moe='2': a whole number"),
         ({"n_gpu_layers": "auto"}, "n_gpu_layers='auto': a whole number"),
         ({"lora_path": 5}, "lora_path=5: the path"),
