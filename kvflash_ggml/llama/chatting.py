@@ -83,7 +83,7 @@ class Chatting:
         tools = given["tools"] and given["tool_choice"] != "none" and not any(given[name] for name in _ELSEWHERE)
         if self._previews and (given["tools"] or given["functions"]):
             refuse("tools")
-        if not tools or source is None or llm.chat_handler is not None:
+        if not tools or not source or llm.chat_handler is not None:
             return None
         messages.check(given["messages"])
         template = _template(

@@ -12,6 +12,8 @@ from ._kvf import ffi, lib
 
 def open_template(source: str, *, bos: str, eos: str) -> tuple[Any, dict[str, bool]]:
     """Read a chat template. Return it, and what it can do by llama.cpp's names. Raise ConfigError if it has errors."""
+    if not source:
+        raise ConfigError("it is empty")  # the library would take that of a model, and ends the process without one
     made, caps = ffi.new("kvf_chat **"), ffi.new("kvf_chat_text *")
     data = source.encode("utf-8", "replace")
     _check(lib.kvf_chat_open(data, len(data), _text(bos), _text(eos), made, caps))

@@ -94,7 +94,7 @@ class LlamaPrompts:
 
         self._llm = llm
         self._vocab = vocab = vocabulary.of(llm.model)
-        self.template = template if template is not None else llm.metadata.get("tokenizer.chat_template")
+        self.template = template if template is not None else llm.metadata.get("tokenizer.chat_template") or None
         bos, eos = llm.token_bos(), llm.token_eos()
         self._bos, self._eos = vocabulary.name(vocab, bos), vocabulary.name(vocab, eos)
         self._incomplete = vocabulary.incomplete(vocab)

@@ -100,7 +100,7 @@ def test_a_long_template_and_a_long_chat_are_rendered() -> None:
     assert len(ChatTemplate(source).render(ChatInput(messages=messages, tools=[TOOL])).prompt) > 5_000_000
 
 
-@pytest.mark.parametrize("source", ["{{ 'a", "{% for x in messages %}", "{% no %}", "{{ ( }}"])
+@pytest.mark.parametrize("source", ["{{ 'a", "{% for x in messages %}", "{% no %}", "{{ ( }}", ""])
 def test_why_a_template_cannot_be_read(source: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError) as failed:
         ChatTemplate(source)
