@@ -55,6 +55,12 @@ _MOST_GATING = 4
 _TEMPERED = ("deepseek2", "mistral4")
 """Architectures that divide positions by a length where attention has a temperature."""
 
+_FIRST_HEADS = ("cogvlm", "deepseek2-ocr", "modern-bert", "olmo2", "phimoe", "qwen")
+"""Architectures that divide by the heads of the first layer."""
+
+_MIXTURES = ("qwen35moe", "qwen4exp")
+"""Architectures that divide by the experts of a token where these have no size of their own."""
+
 _SECTIONS_OR_NONE = ("bailingmoe3", "glm4", "glm4moe", "hunyuan_vl")
 """Architectures that count positions plainly where RoPE's sections are 0."""
 
@@ -206,8 +212,9 @@ def check_numbers(file: GGUF, remedy: str = _REMEDY) -> None:
     scaling = file.own("rope.scaling.type", _SCALINGS[0])
     if isinstance(scaling, str) and scaling not in _SCALINGS:
         refuse(f"{own}rope.scaling.type", scaling, f"one of {', '.join(_SCALINGS)}")
-    for key, value, wanted in (*_wrong_rope(file), *_wrong_delta(file), *_wrong_attention(file), *_wrong_types(file)):
-        refuse(key, value, wanted)
+    for wrong in (_wrong_rope, _wrong_delta, _wrong_attention, _wrong_experts, _wrong_types):
+        for key, value, wanted in wrong(file):
+            refuse(key, value, wanted)
 
 
 Wrong = Iterator[tuple[str, object, str]]
@@ -272,12 +279,30 @@ def _wrong_attention(file: GGUF) -> Wrong:
     types = file.own("attention.indexer.types", 1)
     if not (any(types) if isinstance(types, list) else types):
         yield f"{own}indexer.types", types, "a layer with an indexer of its own"
+    heads = file.own("attention.head_count", 0)
+    for key, value in (("head_count", heads), ("head_count_kv", file.own("attention.head_count_kv", heads))):
+        if file.architecture in _FIRST_HEADS and (value[:1] == [0] if isinstance(value, list) else value == 0):
+            yield f"{own}{key}", value, "1 or more in the first layer"
     for one, other in (("key_length_mla", "value_length_mla"), ("value_length_mla", "key_length_mla")):
         if (found := _count(file, f"attention.{one}")) and not _count(file, f"attention.{other}"):
             yield f"{own}{one}", found, f"0, or {other} too"
     tempered = file.architecture in _TEMPERED and file.own("attention.temperature_scale", 0.0)
     if tempered and not (length := _count(file, "attention.temperature_length")):
         yield f"{own}temperature_length", length, "1 or more, where temperature_scale is not 0"
+
+
+def _wrong_experts(file: GGUF) -> Wrong:
+    """Layers with experts of which a token takes none. All but Nemotron's take as many as the first layer has."""
+    used = file.own("expert_used_count")
+    if not isinstance(used, list) or 0 not in used or not _count(file, "expert_count"):
+        return
+    mixed = {tensor.name.split(".")[1] for tensor in reader.all_tensors(file) if "_exps." in tensor.name}
+    if file.architecture.startswith("nemotron_h"):
+        none = not _count(file, "expert_feed_forward_length")  # it divides by the count of each layer then
+    else:
+        none = used[0] == 0
+    if none or any(one == 0 and str(at) in mixed for at, one in enumerate(used)):
+        yield f"{file.architecture}.expert_used_count", used, "1 or more in the first layer, and where experts are"
 
 
 def _wrong_types(file: GGUF) -> Wrong:
@@ -323,6 +348,8 @@ def _limits(file: GGUF) -> dict[str, tuple[int, int]]:
     }
     if experts <= 1 and file.architecture.startswith("hunyuan"):  # llama.cpp reads it as without experts
         return limits
+    if file.architecture in _MIXTURES and not _count(file, "expert_feed_forward_length"):
+        limits["expert_count"] = (1, _MOST_EXPERTS)
     limits |= {"expert_used_count": (min(experts, 1), experts), "expert_group_count": (0, max(experts - 1, 0))}
     return limits | ({"expert_group_used_count": (1, groups - 1)} if groups > 1 else {})
 

@@ -258,6 +258,7 @@ def test_what_is_added_or_convolved_is_f32(
 ) -> None:
     """A step of llama.cpp ended the process with F16, on a thread that no exception leaves."""
     fields = [Field.of("general.architecture", architecture), Field.of(f"{architecture}.block_count", 1)]
+    fields.append(Field.of(f"{architecture}.expert_feed_forward_length", 1))
     tensor = Planned(
         name=name,
         kind=types.BY_NAME["f16"],
@@ -339,6 +340,13 @@ def test_a_value_that_ends_the_process_is_refused_in_place_of_a_sound_one(key: s
         ("mistral4", {"attention.temperature_scale": 0.1, "attention.temperature_length": 8192}, "", ""),
         ("olmo2", {"attention.sliding_window": (1 << 31) - 1}, "sliding_window", "0 to 16777216"),
         ("phi3", {"attention.sliding_window": 262144}, "", ""),
+        ("qwen35moe", {"expert_count": 0}, "expert_count", "1 to 1024"),
+        ("qwen35moe", {"expert_count": 0, "expert_feed_forward_length": 64}, "", ""),
+        ("olmo2", {}, "attention.head_count", "1 or more in the first layer"),
+        ("olmo2", {"attention.head_count": [0, 2]}, "attention.head_count", "1 or more in the first layer"),
+        ("qwen", {"attention.head_count": 2, "attention.head_count_kv": 0}, "head_count_kv", "1 or more in the first"),
+        ("qwen", {"attention.head_count": 2}, "", ""),
+        ("jamba", {"attention.head_count": 2, "attention.head_count_kv": [0, 2]}, "", ""),
         ("t5", {"decoder_block_count": 513}, "decoder_block_count", "0 to 512"),
         ("deepseek4", {"attention.output_group_count": 0}, "output_group_count", "1 to "),
         ("deepseek4", {"hyper_connection.sinkhorn_iterations": (1 << 31) - 1}, "iterations", "0 to 1000"),
@@ -355,6 +363,33 @@ def test_numbers_that_a_step_asserts(
     file = reader.read(write_gguf(tmp_path / "model.gguf", head, WEIGHT))
     with pytest.raises(ConversionError, match=f"{key} is .*; wanted: {wanted}") if wanted else nullcontext():
         purpose.check_head(file)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "used", "wrong"),
+    [
+        ("llama", [2, 2, 2], False),
+        ("llama", [2, 2, 0], False),
+        ("llama", [2, 0, 2], True),
+        ("llama", [0, 2, 2], True),
+        ("nemotron_h_moe", [0, 2, 0], False),
+        ("nemotron_h_moe", [2, 0, 2], True),
+    ],
+)
+@pytest.mark.parametrize("size", [0, 64])
+def test_a_layer_whose_tokens_take_no_expert(
+    tmp_path: Path, architecture: str, used: list[int], wrong: bool, size: int
+) -> None:
+    """The first step divided by none, or read what was not there. Only the second layer has experts."""
+    values = {"block_count": 3, "expert_count": 2, "expert_used_count": used, "expert_feed_forward_length": size}
+    head = [Field.of("general.architecture", architecture)]
+    head += [Field.of(f"{architecture}.{name}", value) for name, value in values.items()]
+    (one,) = WEIGHT.values()
+    weights = {"blk.0.ffn_down.weight": one, "blk.1.ffn_down_exps.weight": one, "blk.2.ffn_down.weight": one}
+    wrong = wrong or (architecture != "llama" and not size)
+    refusal = pytest.raises(ConversionError, match=r"used_count is .*; wanted: 1 or more in the first layer, and where")
+    with refusal if wrong else nullcontext():
+        purpose.check_model(write_gguf(tmp_path / "model.gguf", head, weights))
 
 
 @pytest.mark.parametrize(
