@@ -224,7 +224,7 @@ Wrong = Iterator[tuple[str, object, str]]
 def _wrong_rope(file: GGUF) -> Wrong:
     """RoPE turns pairs of a head's values: all in one way, or in up to four sections (M-RoPE)."""
     own, head = f"{file.architecture}.", _head_dim(file)
-    sections = file.own("rope.dimension_sections")
+    sections = file.own("rope.dimension_sections", 0 if file.architecture == "paddleocr" else None)
     if sections is not None:
         each = sections if isinstance(sections, list) else [sections] * 4
         whole = all(type(one) is int and 0 <= one <= head for one in each)
