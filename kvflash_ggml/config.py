@@ -22,6 +22,9 @@ NGRAM, SIMPLE, DFLASH, EAGLE3, MTP = SPEC_TYPES = (
 )  # fmt: skip
 """Who can draft, by upstream's names: the text itself, a small model, and kinds that look into the target."""
 
+ROWS_ALIKE = 4
+"""Rows of packed weights that a CPU computes at once. Without AVX-512 it rounds those that are left over otherwise."""
+
 SPEC_WINDOW = 256
 """Tokens that a drafting model has to see, at least."""
 
@@ -173,8 +176,8 @@ class KVFlashConfig:
         "strict" keeps the shares. None is elastic, and strict where the same bits are promised: with deterministic or
         deterministic_batch.
     deterministic_batch: each step has a row for every sequence, so other answers change no bit of one. On a GPU that
-        holds for one sequence: kernels round by where keys lie. Needs no spec, and a model without recurrent state and
-        sliding windows.
+        holds for one sequence: kernels round by where keys lie. Needs no spec, a model without recurrent state and
+        sliding windows, and up to 4 sequences, or a multiple of 4.
     checkpoints: how many recurrent (or sliding-window) states are kept for truncation.
     """
 
@@ -310,6 +313,11 @@ class KVFlashConfig:
             raise ConfigError(
                 "deterministic_batch: a sequence alone has nobody beside it, and parallel is 1: leave it out, or give"
                 " parallel"
+            )
+        if self.deterministic_batch and self.sequences > ROWS_ALIKE and self.sequences % ROWS_ALIKE:
+            raise ConfigError(
+                f"deterministic_batch: parallel is {self.parallel}, and some CPUs round the rows that are left over"
+                f" from fours otherwise: give {ROWS_ALIKE} or fewer, or a multiple of {ROWS_ALIKE}"
             )
         if self.deterministic_batch and self.spec is not None:
             raise ConfigError(

@@ -86,7 +86,8 @@ class ServerOptions:
     deterministic_batch: bool = _limits(
         bool, default=False,
         help="No other request changes a bit of an answer: each step has --parallel rows. On a GPU the slot that an"
-        " answer gets still does. Needs a model without recurrent state or sliding windows, and no drafts.",
+        " answer gets still does. Needs a model without recurrent state or sliding windows, no drafts, and --parallel"
+        " of up to 4, or a multiple of 4.",
     )  # fmt: skip
     embeddings: bool = _server(
         bool, "--embeddings", "--embedding", default=False,

@@ -380,7 +380,7 @@ def test_a_deterministic_batch_has_the_bits_of_a_lone_answer(llama: Callable[...
                 beside.extend(len(one.tokens) for one, _ in scheduler.reading)
 
     for together in (False, True):
-        with served(llama, "packed", slots=6, deterministic_batch=True, calibrate=False) as scheduler:
+        with served(llama, "packed", slots=8, deterministic_batch=True, calibrate=False) as scheduler:
             asked = []
             for prompt, length in zip(prompts_of(tokens % 256, 6), lengths, strict=True):
                 asked.append(ask(scheduler, prompt[:length], 96, seen=seen, ignore_eos=True, logprobs=1))

@@ -139,6 +139,17 @@ def test_what_a_clock_decides_does_not_repeat(fields: dict[str, Any]) -> None:
     KVFlashConfig(deterministic=True, **(fields | {"spec": SpecConfig(width=4)}))
 
 
+@pytest.mark.parametrize("parallel", [2, 3, 4, 8, 32])
+def test_rows_by_fours_keep_their_bits(parallel: int) -> None:
+    assert KVFlashConfig(parallel=parallel, deterministic_batch=True).same_bits
+
+
+@pytest.mark.parametrize("parallel", [5, 6, 30])
+def test_rows_that_are_left_over_from_fours_are_refused(parallel: int) -> None:
+    with pytest.raises(ConfigError, match=f"parallel is {parallel}, .*: give 4 or fewer, or a multiple of 4"):
+        KVFlashConfig(parallel=parallel, deterministic_batch=True)
+
+
 def test_shares_are_elastic_unless_bits_are_promised() -> None:
     assert KVFlashConfig(parallel=2).is_elastic
     assert not KVFlashConfig().is_elastic
