@@ -52,6 +52,7 @@ STEPS = 16
 CHUNK = 64
 BATCH = 24  # models a child runs
 TIMEOUT = 300
+ROUNDING = 0.02  # of a logit, in steps of other widths on a GPU; rows of most models are 0.3 apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,13 +326,14 @@ class _Run:
 
 
 def _check_last(run: _Run, stock: Any) -> None:
-    """Where logits of a prompt's last token are wanted alone, they are nearest to those of that token."""
+    """Where logits of a prompt's last token are wanted alone, they are those of that token, and of no other one."""
     import numpy as np
 
     run.llm.eval(run.tokens[:PROMPT])
     apart = np.abs(stock[:PROMPT] - row(run.llm)).max(axis=1)
     run.close()
-    assert apart.argmin() == PROMPT - 1, f"last logits: those of token {apart.argmin()}, {apart.min():.3g} away"
+    nearest = int(apart.argmin())
+    assert apart[-1] <= apart[nearest] + ROUNDING, f"last logits: {apart[-1]:.3g} away, those of {nearest} are nearer"
 
 
 def _check_small_pool(run: _Run, stock: Any) -> None:

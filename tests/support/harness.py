@@ -16,7 +16,6 @@ import numpy.typing as npt
 from kvflash_bench.shapes import SHAPES, write
 from kvflash_ggml.calibration.known import Calibration, read
 from kvflash_ggml.sequence.prefill import extend
-from kvflash_ggml.sequence.scoring import DELAY
 from kvflash_ggml.snapshot.fingerprint import ModelFile
 from support.inside import inside
 
@@ -98,13 +97,8 @@ def reach(llm: Any) -> None:
 
 
 def looks(session: Any, tokens: int) -> int:
-    """How often chunks are scored in an answer of so many tokens.
-
-    Beside a device a look is used an interval later, DELAY tokens at most, and none is asked for meanwhile.
-    """
-    interval = session.scoring.selection.interval
-    period = max(interval, min(interval, DELAY) + 1) if session.engine.info.asynchronous else interval
-    return 0 if tokens < interval else 1 + (tokens - interval) // period
+    """How often chunks are scored in an answer of so many tokens."""
+    return int(tokens // session.scoring.selection.interval)
 
 
 def wait_for_scorer(session: Any) -> None:
