@@ -306,7 +306,8 @@ def _wrong_experts(file: GGUF) -> Wrong:
 
 
 def _wrong_types(file: GGUF) -> Wrong:
-    """Tensors of a type that llama.cpp does not compute with."""
+    """Tensors of a type that llama.cpp does not compute with, and one beside which it reads what is not there."""
+    shifted = file.architecture == "rwkv6qwen2" and _count(file, "token_shift_count") == 1
     must_be_f32 = _f32_of_projector if _projects(file) else _f32_of_model
     for tensor in file.tensors.values():
         kind = tensor.kind.name
@@ -314,6 +315,8 @@ def _wrong_types(file: GGUF) -> Wrong:
             yield f"the type of {tensor.name}", kind, "f32, or another type of weights"
         if kind != "f32" and must_be_f32(tensor):
             yield f"the type of {tensor.name}", kind, "f32"
+        if shifted and tensor.name.endswith(".time_mix_first.weight"):
+            yield tensor.name, "there", "no such tensor with rwkv6qwen2"
         bias = f"{tensor.name.removesuffix('weight')}bias"
         if bias in file.tensors and _scaled(tensor.name, file.tensors):
             yield f"the type of {tensor.name}", "nvfp4 with a scale", f"another type beside {bias}"

@@ -393,6 +393,17 @@ def test_a_layer_whose_tokens_take_no_expert(
         purpose.check_model(write_gguf(tmp_path / "model.gguf", head, weights))
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_tensor_beside_which_another_is_read(tmp_path: Path, count: int) -> None:
+    """llama.cpp read a norm that it had not loaded; with another count it asserts."""
+    head = [Field.of("general.architecture", "rwkv6qwen2"), Field.of("rwkv6qwen2.token_shift_count", count)]
+    (one,) = WEIGHT.values()
+    file = write_gguf(tmp_path / "model.gguf", head, {"blk.0.time_mix_first.weight": one})
+    refusal = pytest.raises(ConversionError, match=r"first\.weight is there; wanted: no such tensor")
+    with refusal if count == 1 else nullcontext():
+        purpose.check_model(file)
+
+
 @pytest.mark.parametrize(
     "key", ["qwen3.block_count\0", "\0", "", "k" * 128, "\u00e9" * 64, "caf\udce9", 5, None, b"general.name"]
 )
