@@ -44,6 +44,9 @@ CALLING = """\
 
 NAMESPACE = "{% set ns = namespace(a=[], s='aaaa') %}"
 
+LONG = "{% set s = '" + "a" * 1000 + "' * 1000 %}" + NAMESPACE + "{% set ns.a = [s] %}"
+TWICE = "{{% set ns = namespace(a=[s]) %}}{{% for i in range({1}) %}}{{% set ns.a = {0} %}}{{% endfor %}}"
+
 COSTLY = {
     "range": "{% for i in range(300000000) %}{% endfor %}",
     "loops": "{% for i in range(30000) %}{% for j in range(30000) %}x{% endfor %}{% endfor %}",
@@ -58,6 +61,15 @@ COSTLY = {
     "{{ f(1) }}",
     "callers": "{% macro f(x) %}{% call f(1) %}a{% endcall %}{% endmacro %}{{ f(1) }}",
     "operators": "{{ " + "1 + " * 1900 + "1 }}",
+    "one text": LONG + "{% for i in range(30000) %}{{ s }}{% endfor %}",
+    "written texts": LONG + "{{ s }}" * 30000,
+    "joined": LONG + TWICE.format("ns.a + ns.a", 15) + "{{ ns.a | join }}",
+    "as JSON": TWICE.format("[ns.a, ns.a]", 60) + "{{ ns.a | tojson }}",
+    "as text": TWICE.format("[ns.a, ns.a]", 60) + "{{ ns.a ~ '' }}",
+    "written": TWICE.format("[ns.a, ns.a]", 60) + "{{ ns.a }}",
+    "wide JSON": "{{ messages | tojson(indent=1000000000) }}",
+    "variables": "".join(f"{{% set a{i} = 1 %}}" for i in range(20000)) + "{% for i in range(300000) %}{% endfor %}",
+    "split": "{% set s = 'a,' * 4000 %}{% set s = s * 1000 %}{{ s.split(',') | length }}",
 }
 
 
@@ -82,6 +94,8 @@ DEEP = {
     "objects": NAMESPACE + "{% for i in range(100000) %}{% set ns.a = {'a': ns.a} %}{% endfor %}",
     "itself": NAMESPACE + "{% set ns.a = ns %}{{ ns | string }}",
     "each other": NAMESPACE + "{% set b = namespace(a=ns) %}{% set ns.a = b %}{{ ns | tojson }}",
+    "appended": "{% set ns = namespace(a=[]) %}{% set a = ns.a %}{% for i in range(100000) %}{% set b = [] %}"
+    "{{ ns.a.append(b) and '' }}{% set ns.a = b %}{% endfor %}{{ a | tojson }}",
     "its own item": "{% set a = [1] %}{{ a.append([a]) }}{{ a | tojson }}",
 }
 
