@@ -347,6 +347,7 @@ def _limits(file: GGUF) -> dict[str, tuple[int, int]]:
         "block_count": (1, _MOST_LAYERS),
         "decoder_block_count": (0, _MOST_LAYERS),
         "nextn_predict_layers": (0, layers),
+        "n_deepstack_layers": (0, layers),
         "expert_count": (0, _MOST_EXPERTS),
     }
     if experts <= 1 and file.architecture.startswith("hunyuan"):  # llama.cpp reads it as without experts

@@ -348,6 +348,8 @@ def test_a_value_that_ends_the_process_is_refused_in_place_of_a_sound_one(key: s
         ("qwen", {"attention.head_count": 2}, "", ""),
         ("jamba", {"attention.head_count": 2, "attention.head_count_kv": [0, 2]}, "", ""),
         ("paddleocr", {"rope.dimension_count": 64}, "rope.dimension_sections", "whole numbers from 0"),
+        ("qwen3tts", {"block_count": 2, "n_deepstack_layers": 65536}, "n_deepstack_layers", "0 to 2"),
+        ("qwen3vl", {"block_count": 36, "n_deepstack_layers": 3}, "", ""),
         ("t5", {"decoder_block_count": 513}, "decoder_block_count", "0 to 512"),
         ("deepseek4", {"attention.output_group_count": 0}, "output_group_count", "1 to "),
         ("deepseek4", {"hyper_connection.sinkhorn_iterations": (1 << 31) - 1}, "iterations", "0 to 1000"),
