@@ -22,8 +22,8 @@ class Selection:
 
     tau: tokens between two reselections, four times the tokens between two scores. None: a score every `interval`
     tokens, which may change, and a reselection with every fourth of them. Below TAU there is no full reselection then:
-    pages move whenever a chunk is asked for. delay: tokens between a request for scores and their use, the interval if
-    that is shorter, so that the result never depends on the speed of a thread. Two requests can wait then.
+    pages move whenever a chunk is asked for. delay: tokens between a request for scores and their use, half of the
+    interval if that is shorter, so that the result never depends on the speed of a thread. Two requests can wait.
     """
 
     def __init__(self, *, tau: int | None, delay: int = 0) -> None:
@@ -54,7 +54,7 @@ class Selection:
 
     @property
     def _used_after(self) -> int:
-        return min(self._delay, self.interval)
+        return min(self._delay, (self.interval + 1) // 2)
 
     @property
     def since_asked(self) -> int:
