@@ -52,8 +52,8 @@ others would have to move again when the next token asks for something else.
 MIN_MOVES = 4
 
 DELAY = USUAL
-"""Tokens between a request for scores and their use, at most, on devices that compute beside the host. It is half of the
-interval where that is shorter: WORKER_SHARE leaves a score so much time.
+"""Tokens between a request for scores and their use, at most, on devices that compute beside the host. It is half of
+the interval where that is shorter: WORKER_SHARE leaves a score so much time.
 """
 
 WORK_SHARE = 0.06
