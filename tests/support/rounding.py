@@ -59,6 +59,7 @@ IMAGE = Bound(
 BLOCK = Bound(cpu=0, gpu=0.3, why="drafts of a block that are accepted, on average: blocks of another length")
 F32_LOGPROB = Bound(cpu=1e-4, gpu=0.02, seen=6e-3, why="a log probability of an F32 model, beside numpy's in F64")
 NATS = Bound(cpu=0, gpu=1e-3, seen=7e-6, why="nats of a text, where the same is seen in steps of other widths")
+NEARLY_ALL = Bound(cpu=1e-3, gpu=1e-3, seen=5e-4, why="nats of a text, where nearly the same is seen")
 
 
 SAID = "It is red."
