@@ -224,6 +224,6 @@ def test_a_drafter_of_a_sister_is_passed_over_or_refused(tmp_path: Path) -> None
 
 def test_another_models_heads(tmp_path: Path) -> None:
     model = small_target(tmp_path / "model.gguf", architecture="qwen35")
-    path = head(tmp_path / "mtp.gguf", trunk=False, architecture="qwen35moe")
+    path = head(tmp_path / "mtp.gguf", trunk=False, architecture="qwen35moe", expert_feed_forward_length=8)
     with pytest.raises(ConversionError, match=r"mtp\.gguf: general\.architecture is qwen35moe; wanted: qwen35"):
         find(model, draft=path)
