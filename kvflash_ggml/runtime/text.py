@@ -265,7 +265,8 @@ class Text:
         sequence = self.sequence
         assert sequence is not None
         self.input_ids[start : start + count] = sequence.ids[start : start + count]
-        known = int(count > 1 and start == self.n_tokens - 1)  # it is computed again, and the next one was drawn
+        again = start < self.n_tokens < start + count  # these tokens are computed again, and the next ones were drawn
+        known = self.n_tokens - start if again else 0
         if self.model.logits_all or self.on_logits is not None:  # without a call: every token comes here
             logits = np.ctypeslib.as_array(
                 self.model.context.get_logits_ith(sequence.logits.first), shape=(count, self.model.n_vocab)

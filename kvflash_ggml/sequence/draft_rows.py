@@ -28,7 +28,7 @@ class DraftRows:
 
     path: the accepted rows, in the order of the text. state: recurrent state before the rows; None if the memory can
     roll back by itself. streamed: whether they saw more than the pool. branches: the rows of a tree; None for a chain.
-    moved: how the path moved to its place, empty before. lost: the row is a token of the text, and no longer in memory.
+    moved: how the path moved to its place, empty before. lost: the rows are tokens of the text, no longer in memory.
     """
 
     start: int

@@ -55,7 +55,7 @@ class Relevance:
         self.take(self.scoring.take_due(), sparingly=True)
 
     def asks_for_more(self) -> bool:
-        """Return whether the newest token asks for evicted chunks, which the next step makes resident."""
+        """Return whether the newest scores ask for evicted chunks, which the next step makes resident."""
         if not self.rebuild or self.ranking is None:
             return False
         evicted = self._table.unprotected()[1]

@@ -184,16 +184,16 @@ class Sequence:
         a restored text cannot roll back.
         """
         info, pool, length = self.engine.info, self.pool, self.length
-        count = min(count, length % CHUNK)  # the chunk before is sealed
         fixed = info.recurrent or info.n_swa or self.reading.answers_exactly
-        if fixed or pool.padding is not None or self.follower is not None:
+        if fixed or pool.padding is not None or self.follower is not None or count > MOST_AGAIN:
             return tokens
+        count = min(count, length % CHUNK)  # the chunk before is sealed
         start = length - count
-        if not 0 < count <= MOST_AGAIN or self.whole[start:length].any():
+        lost = self.ids[start:length].copy()
+        if not count or self.whole[start:length].any() or lost.min() < 0:  # a row of an image needs a step of its own
             return tokens
         if count + len(tokens) > pool.n_ubatch // len(pool.texts):  # a step has rows of all texts
             return tokens
-        lost = self.ids[start:length].copy()
         rows = DraftRows(start, lost, count, None, streamed=False, lost=True)
         self.unfinished.work = partial(self._take_rows, rows, self.queries.order)
         self.unfinished.settle()
@@ -201,7 +201,7 @@ class Sequence:
 
     def finish(self, step: Step) -> None:
         """Compute a step of an answer, and count its tokens."""
-        before = self.length  # with a token that is lost, which has been counted
+        before = self.length  # with tokens that are lost, which have been counted
         try:
             self.compute(step)
         finally:
@@ -355,7 +355,7 @@ class Sequence:
             self.logits = Logits(start + n - 1, 1, row) if step.output.last else NO_LOGITS
         if not step.ahead:
             self.table.commit(step.plan)
-            self.draft_rows = None  # it has computed a row that was lost
+            self.draft_rows = None  # it has computed the rows that were lost
         elif before is None:
             room, streamed = max(step.ahead, n), step.view is not None
             self.draft_rows = DraftRows(start, tokens, room, step.state, streamed, branches=step.branches)
@@ -380,7 +380,7 @@ class Sequence:
     def _undo_moves(self, step: Step) -> None:
         self.paging.undo(step.plan.moves)
         self.mask.truncate()
-        length = self.table.layout.length  # without a token that is lost
+        length = self.table.layout.length  # without tokens that are lost
         if step.codes:
             self.queries.valid_from = length  # the failed step may have captured some
         if not self.engine.truncate(length, seq=self.seq):  # recurrent state, or within an image
@@ -501,7 +501,7 @@ class Sequence:
             self.unfinished.settle()
         if self.draft_rows is not None:
             self._settle_rows(self.draft_rows, self.draft_rows.kept)
-        if rows is not None and rows.kept and not rows.lost:  # a lost token has been counted
+        if rows is not None and rows.kept and not rows.lost:  # lost tokens have been counted
             self.count_generated(rows.kept)
 
     def _settle_rows(self, rows: DraftRows, kept: int) -> None:
@@ -517,7 +517,7 @@ class Sequence:
     def _take_rows(self, rows: DraftRows, order: npt.NDArray[np.intp]) -> None:
         """Take the accepted draft rows over and drop the others. It can be repeated after an interrupt.
 
-        A token of the text that is lost then stays to be computed again. order: of the captured queries before.
+        Tokens of the text that are lost then stay to be computed again. order: of the captured queries before.
         """
         length, written = rows.start + rows.kept, rows.start + rows.room
         if rows.branches is not None and rows.kept:

@@ -110,7 +110,7 @@ def _fail(text: Text, step: Step, why: Exception, errors: dict[int, Exception]) 
 
 def _count(text: Text, step: Step, errors: dict[int, Exception]) -> None:
     """Commit a step. A later error is noted; the text has its tokens all the same."""
-    before = text.length  # with a token that is lost, which has been counted
+    before = text.length  # with tokens that are lost, which have been counted
     try:
         text.commit(step)
         text.unchecked = text.unchecked and not step.likeliest

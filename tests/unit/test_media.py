@@ -152,6 +152,20 @@ def test_a_step_has_tokens_or_media(scored: bool) -> None:
     session.close()
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_image_that_asks_for_chunks_is_not_computed_again_beside_a_token(asynchronous: bool) -> None:
+    engine = FakeEngine(448, 100, query_rows=4, asynchronous=asynchronous)
+    config = KVFlashConfig(tail=2, tau=4)
+    session = make_session(engine, config, n_ctx=4096, n_batch=100, n_ubatch=100, scorer=Digest())
+    image = add(session.pool.media, b"a", rows(10))
+    for part in (np.arange(1000, dtype=np.int32), image):
+        extend(session, part)
+    for token in range(3):
+        extend(session, np.array([token], np.int32))  # FakeEngine refuses what is mixed
+    assert np.array_equal(session.tokens[1000:], [*image, 0, 1, 2])
+    session.close()
+
+
 @pytest.mark.parametrize("stage", [0, 2048])
 def test_rows_that_see_each_other_are_of_one_step(stage: int) -> None:
     """Whatever would cut it: room for a reselection, a checkpoint, and text before it that ends within a chunk."""

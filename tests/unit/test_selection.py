@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import abc, deque
 from functools import partial
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from support.interrupter import Interrupter
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import DecodeError, SnapshotError
 from kvflash_ggml.llama.stats import PoolStats
+from kvflash_ggml.runtime.text import Text
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.scoring import DELAY, DEVICE_RATE, DEVICE_STEP, WORK_SHARE
 from kvflash_ggml.sequence.selection import Selection
@@ -374,17 +377,43 @@ def test_beside_a_device_what_was_drawn_meanwhile_is_evaluated_again_too() -> No
     one.close()
 
 
-def test_scores_that_come_much_later_evaluate_nothing_again() -> None:
-    engine, scorer = FakeEngine(512, 128, asynchronous=True), Turning(8)
+@pytest.mark.parametrize("more", [0, 12])
+def test_scores_that_come_much_later_evaluate_nothing_again(more: int) -> None:
+    """Nor where a chunk begins between a request and its use, so that few of these tokens could be evaluated again."""
+    engine, scorer = FakeEngine(512, 128, asynchronous=True), Turning(4)
     config = KVFlashConfig(pool=512, tau=64)
     one = make_session(engine, config, n_ctx=8192, n_batch=128, n_ubatch=128, scorer=scorer)  # type: ignore[arg-type]
-    extend(one, np.arange(PROMPT, dtype=np.int32))
+    extend(one, np.arange(PROMPT + more, dtype=np.int32))
     engine.steps.clear()
     before = one.paging.page_ins
     for token in range(176):
         extend(one, np.array([token], np.int32))
     assert engine.steps == [1] * 176
     assert one.paging.page_ins > before
+    one.close()
+
+
+def test_a_token_keeps_the_logits_that_the_next_one_was_drawn_from() -> None:
+    """Each is told of once, whatever a step evaluates again."""
+    engine, scorer = FakeEngine(512, 128, asynchronous=True), Turning(8)
+    one = make_session(engine, KVFlashConfig(pool=512), n_ctx=8192, n_batch=128, n_ubatch=128, scorer=scorer)  # type: ignore[arg-type]
+    assert one.scoring is not None
+    one.scoring.clock = None  # which would measure this computer
+    extend(one, np.arange(PROMPT, dtype=np.int32))
+    engine.steps.clear()
+    logits: Any = (ctypes.c_float * 8)()
+    context = SimpleNamespace(get_logits_ith=lambda _: ctypes.cast(logits, ctypes.POINTER(ctypes.c_float)))
+    model: Any = SimpleNamespace(n_ctx=8192, n_vocab=1, logits_all=True, context=context)
+    text, told = Text(), list[tuple[int, int]]()
+    text.open(model)
+    text.sequence, text.n_tokens, text.scores = one, PROMPT, np.zeros((8192, 1), np.float32)
+    text.on_logits = lambda start, rows: told.append((start, len(rows)))
+    for token in range(100):
+        logits[:] = [token] * 8
+        extend(one, np.array([token], np.int32), output_all=True, after=text.after_step)
+    assert max(engine.steps) == 3
+    assert told == [(PROMPT + token, 1) for token in range(100)]
+    assert text.scores[PROMPT : PROMPT + 100, 0].tolist() == list(range(100))
     one.close()
 
 
