@@ -83,9 +83,9 @@ class Selection:
     def write(self, saved: PolicyState) -> None:
         """Write the counts to a policy's state."""
         saved.since_score, saved.since_reselect = self._since_score, self._since_move
-        saved.due = self._used_after - self._age if saved.pending else 0
+        saved.due = -self._age if saved.pending else 0  # whatever the interval is where it is restored
 
     def load(self, saved: PolicyState) -> None:
         """Continue from a policy's state."""
         self._since_score, self._since_move = saved.since_score, saved.since_reselect
-        self._age = self._used_after - saved.due
+        self._age = -saved.due

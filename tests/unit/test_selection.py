@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import abc, deque
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -151,6 +152,21 @@ def test_nothing_of_the_last_text_delays_the_next() -> None:
     assert not clock.on_tokens(3, waiting=0)
     assert clock.on_tokens(1, waiting=0)
     assert clock.since_asked == 1
+
+
+def test_a_restored_clock_knows_since_when_scores_wait_at_any_interval() -> None:
+    """A clock can have chosen another interval for the text that is restored."""
+    one, other, scoring = Selection(tau=None, delay=16), Selection(tau=None, delay=16), session(Counted()).scoring
+    assert scoring is not None
+    one.interval, other.interval = 2, 16
+    one.on_tokens(2, waiting=0)
+    one.on_tokens(2, waiting=1)
+    saved = replace(scoring.blank_state(), pending=[None, None])
+    one.write(saved)
+    other.load(saved)
+    assert one.since_asked == other.since_asked == 3
+    other.used()
+    assert other.since_asked == 1
 
 
 @pytest.mark.parametrize(("interval", "moves"), [(1, 0), (8, 0), (16, 3), (64, 3)])
