@@ -18,7 +18,7 @@ import pytest
 from support.checkpoints import rewritten
 from support.harness import MODELS, TEXT, write_iswa, write_small
 from support.projecting import changed
-from support.rounding import GPU_LAYERS, IMAGE, ON_GPU, SAID, assert_same_answer, near, where_widths_agree
+from support.rounding import GPU_LAYERS, IMAGE, LOGITS, ON_GPU, SAID, assert_same_answer, near, where_widths_agree
 from support.vision import ROWS, SIDE, WIDE, WIDE_PIXELS, png, write_mrope, write_projector
 
 from kvflash_ggml import Llama, SpecConfig
@@ -633,14 +633,14 @@ def test_a_projector_with_vectors_of_another_type_is_refused(projector: Path, tm
 
 @where_widths_agree
 def test_texts_with_images_are_drafted_out_of_themselves(asker: Any) -> None:
-    """By n-grams, behind images and between them: not a bit of an answer is another. Some drafts are wrong."""
+    """By n-grams, behind images and between them: the answers are the same, up to rounding. Some drafts are wrong."""
     again, answers = f"{WORDS[400:700]} " * 2, []
     for spec in ({}, {"kvflash_spec": SpecConfig(types=("ngram",), width=5)}):
         chat = asker(kvflash=2048, **spec)
         answers.append([chat.ask(RED, again, most=32), chat.ask(BLUE, RED, f"{again} Once more.", most=48)])
     for (said, logits), (other, theirs) in zip(*answers, strict=True):
         assert said == other
-        np.testing.assert_array_equal(logits, theirs)
+        assert near(logits, theirs, LOGITS)
     (source,) = chat.llm.kvflash.spec.total.by_source.values()
     assert source.drafted > source.accepted > 8
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parents[2]
-ABSENT = ("llama_cpp", "kvflash_ggml.native._kvf", "cffi", "gguf", "jinja2", "zstandard")
+ABSENT = ("llama_cpp", "kvflash_ggml.native._kvf", "cffi", "jinja2", "zstandard")
 
 
 @pytest.mark.slow
