@@ -23,7 +23,7 @@ NGRAM, SIMPLE, DFLASH, EAGLE3, MTP = SPEC_TYPES = (
 """Who can draft, by upstream's names: the text itself, a small model, and kinds that look into the target."""
 
 ROWS_ALIKE = 4
-"""Rows of packed weights that a CPU computes at once. Without AVX-512 it rounds those that are left over otherwise."""
+"""Rows of packed weights that a CPU computes at once. One with AVX2 alone rounds those that are left over otherwise."""
 
 SPEC_WINDOW = 256
 """Tokens that a drafting model has to see, at least."""

@@ -369,14 +369,20 @@ def test_a_token_that_asks_is_evaluated_again_with_what_it_asked_for(info: dict[
     one.close()
 
 
-def test_beside_a_device_what_was_drawn_meanwhile_is_evaluated_again_too() -> None:
-    """The token that asks, the next one, which was computed while it was scored, and the new one make a step."""
+def beside_a_device() -> tuple[FakeEngine, Turning, Sequence]:
+    """An engine that computes beside the host, a scorer that turns every eight tokens, and a text with a prompt."""
     engine, scorer = FakeEngine(512, 128, asynchronous=True), Turning(8)
     one = make_session(engine, KVFlashConfig(pool=512), n_ctx=8192, n_batch=128, n_ubatch=128, scorer=scorer)  # type: ignore[arg-type]
     assert one.scoring is not None
     one.scoring.clock = None  # which would measure this computer
     extend(one, np.arange(PROMPT, dtype=np.int32))
     engine.steps.clear()
+    return engine, scorer, one
+
+
+def test_beside_a_device_what_was_drawn_meanwhile_is_evaluated_again_too() -> None:
+    """The token that asks, the next one, which was computed while it was scored, and the new one make a step."""
+    engine, scorer, one = beside_a_device()
     asked = []
     for token in range(100, 276):
         rows, chunk = 1, scorer.asked(one.length - 1)
@@ -411,12 +417,7 @@ def test_scores_that_come_much_later_evaluate_nothing_again(more: int) -> None:
 
 def test_a_token_keeps_the_logits_that_the_next_one_was_drawn_from() -> None:
     """Each is told of once, whatever a step evaluates again."""
-    engine, scorer = FakeEngine(512, 128, asynchronous=True), Turning(8)
-    one = make_session(engine, KVFlashConfig(pool=512), n_ctx=8192, n_batch=128, n_ubatch=128, scorer=scorer)  # type: ignore[arg-type]
-    assert one.scoring is not None
-    one.scoring.clock = None  # which would measure this computer
-    extend(one, np.arange(PROMPT, dtype=np.int32))
-    engine.steps.clear()
+    engine, _, one = beside_a_device()
     logits: Any = (ctypes.c_float * 8)()
     context = SimpleNamespace(get_logits_ith=lambda _: ctypes.cast(logits, ctypes.POINTER(ctypes.c_float)))
     model: Any = SimpleNamespace(n_ctx=8192, n_vocab=1, logits_all=True, context=context)
