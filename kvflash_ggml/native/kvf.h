@@ -365,6 +365,9 @@ enum kvf_status kvf_draft_states(void * ctx, int32_t n, int32_t width, float * o
 // Scoring of chunks on the host. Queries are floats in the basis of the cached keys. These touch no device and may run on any
 // thread beside a decode.
 
+// The keys of one KV head in a page image, as floats: [KVF_BLOCK][head_k].
+enum kvf_status kvf_keys_read  (const kvf_engine * engine, const kvf_head * unit, const uint8_t * image, float * out);
+
 // Index: the keys of some KV heads, the units, at 4 bits. The index row of a chunk holds for each unit in order the KVF_BLOCK
 // keys of the chunk, in ggml's type Q4_0; a key whose length is not a multiple of 32 values is padded with zeros.
 enum kvf_status kvf_index_size (const kvf_engine * engine, int32_t n_units, const kvf_head * units, int64_t * size);

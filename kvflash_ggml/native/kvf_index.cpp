@@ -64,6 +64,14 @@ key_rows rows_of_image(const kvf_layer & l, ggml_type type, const kvf_head & uni
     return { unit, l.scale, l.head_k, l.head_k, type, offset, (size_t) l.k_row };
 }
 
+void to_floats(ggml_type type, const uint8_t * src, float * out, int64_t n) {
+    if (type == GGML_TYPE_F32) {
+        std::copy_n((const float *) src, n, out);
+    } else {
+        ggml_get_type_traits(type)->to_float(src, out, n);
+    }
+}
+
 float largest(const float * x) {
     constexpr int LANES = 8;  // of their own, or each comparison would wait for the one before
     static_assert(KVF_BLOCK % LANES == 0);
@@ -223,20 +231,25 @@ kvf_status kvf_index_build(const kvf_engine * engine, int32_t n_units, const kvf
     }
     const auto keys     = rows_of_index(engine->layers, n_units, units);
     const auto type     = engine->kv.type_k();
-    const auto to_float = ggml_get_type_traits(type)->to_float;
     const auto quantise = kvf_cpu_backend().type_traits(INDEX_TYPE)->from_float;
     for (const auto & k : keys) {
         const auto         from = rows_of_image(engine->layers[k.unit.layer], type, k.unit);
         std::vector<float> row(k.width);
         for (int i = 0; i < KVF_BLOCK; ++i) {
-            const auto * src = image + from.offset + i*from.stride;
-            if (type == GGML_TYPE_F32) {
-                std::copy((const float *) src, (const float *) src + k.head_k, row.begin());
-            } else {
-                to_float(src, row.data(), k.head_k);
-            }
+            to_floats(type, image + from.offset + i*from.stride, row.data(), k.head_k);
             quantise(row.data(), out + k.offset + i*k.stride, k.width);
         }
+    }
+    return KVF_STATUS_SUCCESS;
+}
+
+kvf_status kvf_keys_read(const kvf_engine * engine, const kvf_head * unit, const uint8_t * image, float * out) {
+    if (const auto status = kvf_check_heads(engine->layers, 1, unit, &kvf_layer::n_head_kv)) {
+        return status;
+    }
+    const auto from = rows_of_image(engine->layers[unit->layer], engine->kv.type_k(), *unit);
+    for (int i = 0; i < KVF_BLOCK; ++i) {
+        to_floats(from.type, image + from.offset + i*from.stride, out + i*from.head_k, from.head_k);
     }
     return KVF_STATUS_SUCCESS;
 }

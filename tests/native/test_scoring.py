@@ -36,8 +36,20 @@ def opened(bare: Callable[..., Bare], tokens: npt.NDArray[np.int32]) -> Callable
     return make
 
 
+def page_of(engine: Any, image: int) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(engine.view(image, engine.info.page_bytes), np.uint8)
+
+
 def keys_of(engine: Any, image: int) -> list[Any]:
-    return engine.keys(np.frombuffer(engine.view(image, engine.info.page_bytes), np.uint8))  # type: ignore[no-any-return]
+    """The keys of a page image by the package `gguf`: per layer [CHUNK, n_head_kv, head_k]."""
+    kind = gguf.GGMLQuantizationType[engine.info.type_k.upper()]
+    found = []
+    for x in engine.layers:
+        rows = page_of(engine, image)[x.k_offset :][: CHUNK * x.k_row].reshape(CHUNK, x.k_row)
+        width = gguf.quants.quant_shape_to_byte_shape((x.head_k,), kind)[0]
+        heads = [rows[:, head * width : (head + 1) * width].copy() for head in range(x.n_head_kv)]
+        found.append(np.stack([gguf.quants.dequantize(head, kind) for head in heads], axis=1))
+    return found
 
 
 def random(rows: int, size: int) -> npt.NDArray[np.float32]:
@@ -90,6 +102,16 @@ def check_masses(score: Callable[..., Any], engine: Any, keys: list[Any], addres
                     repeated = np.resize(np.array(addresses, np.uint64), n)
                     wanted = np.resize(scores.T, (n, len(scores))).T
                     np.testing.assert_array_equal(score(heads, repeated, rows, queries, threads), wanted)
+
+
+@pytest.mark.parametrize(("kind", "kv_type"), KINDS)
+def test_keys_are_those_of_the_page(opened: Any, kind: str, kv_type: str) -> None:
+    engine, images = opened(kind, kv_type)
+    for image in images:
+        for found, wanted in zip(engine.keys(page_of(engine, image)), keys_of(engine, image), strict=True):
+            np.testing.assert_array_equal(found, wanted)
+    with pytest.raises(EngineError, match="KV head"):
+        engine.head_keys(page_of(engine, images[0]), 0, engine.layers[0].n_head_kv)
 
 
 @pytest.mark.parametrize(("kind", "kv_type"), KINDS)

@@ -20,7 +20,7 @@ PROGRAMS = {
 ANSWER = """
 from kvflash_ggml import Llama
 llm = Llama({model!r}, n_ctx=1024, verbose=False, {pool})
-assert llm("A pool of", max_tokens=2, temperature=0)["usage"]["completion_tokens"] == 2
+assert llm({prompt!r}, max_tokens=2, temperature=0)["usage"]["completion_tokens"] == 2
 """
 
 UNUSED = {
@@ -63,15 +63,21 @@ def test_few_modules_are_loaded(program: str) -> None:
     assert "Llama" in program or "numpy" not in modules
 
 
-def answered(pool: str) -> dict[str, str]:
+def answered(pool: str, prompt: str = "A pool of") -> dict[str, str]:
     """The modules that a plain answer has loaded, with these keywords for a pool."""
-    return loaded(ANSWER.format(model=str(MODELS / "recall-qwen3-q8_0.gguf"), pool=pool))
+    return loaded(ANSWER.format(model=str(MODELS / "recall-qwen3-q8_0.gguf"), pool=pool, prompt=prompt))
 
 
 def test_an_answer_loads_no_more_than_it_needs() -> None:
     modules = {name.removeprefix("kvflash_ggml.") for name in answered("kvflash=512, kvflash_calibrate=False")}
     assert "sequence.sequence" in modules
     assert sorted(UNUSED & modules) == []
+
+
+def test_chunks_are_scored_without_the_package_gguf() -> None:
+    modules = answered("kvflash=512, kvflash_calibrate=False", prompt="A pool of slots. " * 120)
+    assert "kvflash_ggml.sequence.relevance" in modules
+    assert "gguf" not in modules, "it takes longer than a question about a saved text"
 
 
 @pytest.mark.parametrize("pool", LINES)
