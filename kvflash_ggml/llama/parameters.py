@@ -227,11 +227,13 @@ def check_names(keywords: dict[str, Any]) -> None:
 
 def _servers(given: dict[str, Any]) -> tuple[tuple[str, ...], bool]:
     """Return the servers, and whether they are trusted wherever they are. ConfigError if they are named twice."""
-    named = [given[name] for name in ("rpc", "rpc_servers") if given.get(name)]
+    named = [name for name in ("rpc", "rpc_servers") if given.get(name)]
     if len(named) > 1:
         raise ConfigError("rpc and rpc_servers name the same thing: give one of them")
-    servers = named[0] if named else ()
+    servers = given[named[0]] if named else ()
     words = servers.split(",") if isinstance(servers, str) else servers
+    if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
+        raise ConfigError(f"{named[0]}={servers!r}: a list of 'HOST:PORT', or 'HOST:PORT,HOST:PORT'")
     return tuple(word.strip() for word in words), bool(given.get("rpc_trust"))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..arrays import Int32s, common_prefix
 from ..config import PrefixCache
-from ..errors import ConfigError, KVFlashError
+from ..errors import ConfigError, KVFlashError, SnapshotError
 from ..sequence import prefill
 from .text import Text
 
@@ -74,11 +74,11 @@ class Saver:
     def resume(self, parked: SessionState) -> None:
         """See `Llama.resume`."""
         _ = self.snapshots
-        self.go_on_from(parked.share())
+        self.go_on_from(_given(parked).share())
 
     def write(self, parked: SessionState, path: Path, *, sync: bool) -> None:
         """See `Llama.write_parked`."""
-        self.snapshots.save(parked.share(), path, compress=False, sync=sync).result()
+        self.snapshots.save(_given(parked).share(), path, compress=False, sync=sync).result()
 
     def _check_kept(self) -> None:
         if self.text.previewing:
@@ -218,3 +218,11 @@ def _report_failure(done: Future[int]) -> None:
     error = done.exception()
     if error is not None:
         logger.warning("a snapshot was not saved: %s", error)
+
+
+def _given(parked: object) -> SessionState:
+    from ..state.session import SessionState  # here: most texts are never saved
+
+    if not isinstance(parked, SessionState):
+        raise SnapshotError(f"a {type(parked).__name__} is no parked text: give what park or read_parked has returned")
+    return parked

@@ -11,8 +11,10 @@ from .errors import ApiError
 from .intake import Intake
 from .turns import text_of
 
-MAX_TEXT = 256 << 10
-"""Characters of a text. Rendering holds the interpreter meanwhile; the page shows a longer one as it is."""
+MAX_TEXT = 64 << 10
+"""Characters of a text. The worst of so many takes two seconds, and holds the interpreter; the page shows a longer one as
+it is.
+"""
 
 _TAGS = {
     "a", "blockquote", "br", "code", "del", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol", "p", "pre",

@@ -71,6 +71,8 @@ def test_a_replaced_value_that_would_end_the_process(opens: Any) -> None:
         ({"device": 5}, "device=5: a list"),
         ({"override_tensor": 5}, "override_tensor=5: a list"),
         ({"rpc": 5}, "rpc=5: a list"),
+        ({"rpc_servers": 5}, "rpc_servers=5: a list"),
+        ({"rpc": ["localhost:50052", 5]}, r"rpc=\['localhost:50052', 5\]: a list of 'HOST:PORT'"),
         ({"kv_overrides": [5]}, r"kv_overrides=\[5\]: a dict"),
     ],
 )
@@ -259,6 +261,13 @@ def test_a_keyword_that_a_chat_does_not_have(llama: Any) -> None:
 def test_a_state_that_is_none(pool: int | None, llama: Any) -> None:
     with pytest.raises(SnapshotError, match="a bytes is no state: give what save_state has returned"):
         llama(kvflash=pool).load_state(b"x")
+
+
+def test_a_text_that_was_not_parked(llama: Any, tmp_path: Path) -> None:
+    llm = llama(kvflash=512)
+    for use in (llm.resume, lambda text: llm.write_parked(text, tmp_path / "text.kvs")):
+        with pytest.raises(SnapshotError, match="a NoneType is no parked text: give what park or read_parked has"):
+            use(None)
 
 
 def test_objects_of_another_kind(llama: Any) -> None:
