@@ -127,9 +127,9 @@ class ModelPart:
 def check_model(path: Path, *, vocab_only: bool = False, overrides: Mapping[str, object] | None = None) -> None:
     """Raise an error if llama.cpp cannot open `path` as a model, and would end the process or say nothing helpful.
 
-    ConfigError for a part of a model, ConversionError for numbers that cannot be. vocab_only: only the vocabulary is
-    opened, which every file may have. overrides: values in the place of fields. A path that does not exist, and a head
-    that cannot be read, are left to llama.cpp.
+    ConfigError for a part of a model, and for a head that cannot be read: llama.cpp may read what is unsound in it.
+    ConversionError for numbers that cannot be. vocab_only: only the vocabulary is opened, which every file may have.
+    overrides: values in the place of fields. A path that does not exist is left to llama.cpp.
     """
     _check_forms(overrides or {})
     reader.check(path)
@@ -137,9 +137,11 @@ def check_model(path: Path, *, vocab_only: bool = False, overrides: Mapping[str,
         return
     try:
         file = reader.read(path)
+        if not vocab_only and _is_split(file):
+            file = replace(file, tensors={tensor.name: tensor for tensor in reader.all_tensors(file)})
         found = None if vocab_only else part(file)
-    except (ConversionError, OSError):
-        return
+    except ConversionError as err:
+        raise ConfigError(f"Failed to load model from file: {path}: {err}") from err
     changed = _overridden(file, overrides) if overrides else None
     check_texts(file)
     if changed is not None:
@@ -415,14 +417,10 @@ def _overridden(file: GGUF, overrides: Mapping[str, Any]) -> GGUF:
 def check_adapter(path: Path, model: Path) -> None:
     """Raise ConversionError for a LoRA adapter with which llama.cpp would end the process, at the load or in a step.
 
-    model: the file that it is added to. A head that cannot be read, and an adapter of another model, are left to
-    llama.cpp.
+    model: the file that it is added to. An adapter of another model is left to llama.cpp.
     """
-    try:
-        file = reader.read(path)
-        weights = {tensor.name: tensor for tensor in reader.all_tensors(reader.read(model))}
-    except (ConversionError, OSError):
-        return
+    file = reader.read(path)
+    weights = {tensor.name: tensor for tensor in reader.all_tensors(reader.read(model))}
     for key, value, wanted in _wrong_adapter(file, weights):
         raise ConversionError(file.name, key, found=value, wanted=wanted, remedy=_REMEDY)
 
@@ -437,8 +435,12 @@ def _wrong_adapter(file: GGUF, weights: Mapping[str, Tensor]) -> Wrong:
     alpha = file.get("adapter.lora.alpha")
     if isinstance(alpha, float) and not 0 < alpha < math.inf:  # llama.cpp takes 0 for the rank
         yield "adapter.lora.alpha", alpha, "a finite number above 0"
+    if (invocation := file.get("adapter.alora.invocation_tokens")) is not None:  # llama.cpp would not wait for them
+        yield "adapter.alora.invocation_tokens", invocation, "an adapter that counts for the whole text"
     for name, one in file.tensors.items():
         base, other = name.removesuffix(".lora_a"), file.tensors.get(f"{name[:-1]}b")
+        if ".lora_" in name[: -len(".lora_a")]:  # llama.cpp would take it out of there too, and pair another name
+            yield "the name of a tensor", name, ".lora_a or .lora_b at its end alone"
         if base == name or other is None or base not in weights:
             continue
         if _scaled(base, weights):
@@ -451,6 +453,8 @@ def _wrong_adapter(file: GGUF, weights: Mapping[str, Tensor]) -> Wrong:
                 yield f"the shape of {tensor.name}", list(tensor.shape), f"as many planes as {list(shape)} has"
         if base.endswith("token_embd.weight") and one.shape[0] != other.shape[0]:
             yield f"the shape of {other.name}", list(other.shape), f"rows of {one.shape[0]}, as {name} has"
+        if base == "token_embd.weight" and "output.weight" not in weights:
+            yield base, "the output too", "an output.weight in the model: llama.cpp adds no adapter to these"
 
 
 def _scaled(name: str, weights: Mapping[str, Tensor]) -> bool:
@@ -588,10 +592,14 @@ def _drafter(file: GGUF) -> ModelPart | None:
 
 
 def _incomplete(file: GGUF) -> ModelPart | None:
-    split = file.get("split.count")
-    if file.tensors or (type(split) is int and split > 1):
+    if file.tensors or _is_split(file):
         return None
     return ModelPart(
         "a vocabulary without weights",
         "Open a file of the whole model, or only the vocabulary in Python: vocab_only=True.",
     )
+
+
+def _is_split(file: GGUF) -> bool:
+    split = file.get("split.count")
+    return type(split) is int and split > 1

@@ -143,8 +143,8 @@ class Field:
     @property
     def value(self) -> Any:
         """A bool, int, float or str, or a list of them."""
-        if self.kind == TEXT:
-            return self.raw[8:].decode("utf-8", "surrogateescape")
+        if self.kind == TEXT:  # llama.cpp reads it up to a zero byte
+            return self.raw[8:].partition(b"\0")[0].decode("utf-8", "surrogateescape")
         if not self.is_array:
             return struct.unpack("<" + _SCALARS[self.kind], self.raw)[0]
         kind, count = struct.unpack_from("<IQ", self.raw)
@@ -373,7 +373,10 @@ class _Reader:
             raise self._refusal(f"the length of {what}", length, f"less than {most}")
         start = self._at
         self._skip(what, length)
-        return self._data[start : self._at].decode("utf-8", "surrogateescape")
+        text = self._data[start : self._at].decode("utf-8", "surrogateescape")
+        if "\0" in text:  # llama.cpp reads another name: what stands before it
+            raise self._refusal(what, ascii(text), "text without a zero byte")
+        return text
 
     def _number(self, code: str) -> int:
         start = self._at

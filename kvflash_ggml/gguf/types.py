@@ -37,7 +37,7 @@ _TYPES = [
     TensorType(22, "iq2_s", 256, 82, (0, 2)), TensorType(23, "iq4_xs", 256, 136, (0, 2)),
     TensorType(29, "iq1_m", 256, 56), TensorType(34, "tq1_0", 256, 54, (52, 54)),
     TensorType(35, "tq2_0", 256, 66, (64, 66)), TensorType(39, "mxfp4", 32, 17), TensorType(40, "nvfp4", 64, 36),
-    TensorType(41, "q1_0", 128, 18, (0, 2)),
+    TensorType(41, "q1_0", 128, 18, (0, 2)), TensorType(42, "q2_0", 64, 18, (0, 2)),
 ]  # fmt: skip
 
 BY_ID = {kind.id: kind for kind in _TYPES}

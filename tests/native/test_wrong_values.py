@@ -340,7 +340,7 @@ def test_a_token_without_text(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("pool", [None, 512])
-@pytest.mark.parametrize(("kept", "why"), [(30, "failed to read"), (-1000, "corrupted or incomplete")])
+@pytest.mark.parametrize(("kept", "why"), [(30, "and in the file"), (-1000, "behind the file's end")])
 def test_a_file_that_is_cut_off_is_told(
     kept: int, why: str, pool: int | None, models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -348,7 +348,7 @@ def test_a_file_that_is_cut_off_is_told(
 
     path = tmp_path / "part.gguf"
     path.write_bytes(models["small"].read_bytes()[:kept])
-    with pytest.raises(ValueError, match=rf"Failed to load model from file: {path}: .*{why}.*kvflash-convert inspect"):
+    with pytest.raises(ValueError, match=rf"Failed to load model from file: {path}: .*{why}"):
         Llama(str(path), kvflash=pool, verbose=False)
 
 

@@ -92,8 +92,12 @@ def test_the_first_part_of_a_model_may_have_no_weights(tmp_path: Path) -> None:
     write_gguf(second, [], head)
     with pytest.raises(ConfigError, match="a head for further tokens"):
         purpose.check_model(first)
+    write_gguf(second, [], {**head, "blk.0.attn_norm.weight": np.ones(32, np.float16)})
+    with pytest.raises(ConversionError, match=r"the type of blk\.0\.attn_norm\.weight is f16"):
+        purpose.check_model(first)
     second.unlink()
-    purpose.check_model(first)  # llama.cpp says what is missing
+    with pytest.raises(ConfigError, match=r"model from file: .*m-00002-of-00002\.gguf: the file is not there"):
+        purpose.check_model(first)
 
 
 def test_a_model_without_a_vocabulary_reads_no_text(tmp_path: Path) -> None:
@@ -504,13 +508,14 @@ def test_odd_values_are_left_to_llama_cpp(tmp_path: Path, key: str, value: int) 
             purpose.check_model(rewritten(source, tmp_path / source.name, change))
 
 
-def test_a_head_that_cannot_be_read_is_left_to_llama_cpp(tmp_path: Path) -> None:
+def test_a_head_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     data = (MODELS / "mtp-recall-qwen35-q8_0.gguf").read_bytes()
     path = tmp_path / "model.gguf"
     big, first = data[:4] + data[4:8][::-1] + data[8:], data[:4] + b"\x01\0\0\0" + data[8:]
     for damaged in (b"GGUF", data[:20], data[:1000], data[:90000], big, first, data[:16] + b"\xff" * 8 + data[24:]):
         path.write_bytes(damaged)
-        purpose.check_model(path)
+        with pytest.raises(ConfigError, match=r"Failed to load model from file: .*model\.gguf: model\.gguf: "):
+            purpose.check_model(path)
         assert purpose.reads_alone(path)
         with pytest.raises(ConversionError, match=r"model\.gguf"):
             purpose.check_reader(path)
@@ -564,6 +569,16 @@ ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"blk.0.ffn_up.weight.lora_a": (64, 4), "blk.0.ffn_up.weight.lora_b": (4, 8)},
         "blk.0.ffn_up.weight is nvfp4 with a scale; wanted: weights of another type",
     ),
+    "a name that is two": (
+        {},
+        {"blk.1.lora_a.attn_q.weight.lora_a": (8, 4)},
+        "the name of a tensor is blk.1.lora_a.attn_q.weight.lora_a; wanted: .lora_a or .lora_b at its end alone",
+    ),
+    "invocation tokens": (
+        {"adapter.alora.invocation_tokens": [1, 2]},
+        {},
+        "adapter.alora.invocation_tokens is .1, 2.; wanted: an adapter that counts for the whole text",
+    ),
     "weights of NVFP4 without one": (
         {},
         {"blk.0.ffn_gate.weight.lora_a": (64, 4), "blk.0.ffn_gate.weight.lora_b": (4, 8)},
@@ -596,7 +611,7 @@ def test_adapters_that_end_the_process_are_refused(tmp_path: Path, what: str) ->
     }  # fmt: skip
     whole: dict[str, Any] = {
         "blk.0.attn_q.weight": (8, 8), "token_embd.weight": (8, 16), "blk.0.ffn_up_exps.weight": (8, 8, 3),
-        "output_norm.weight": (8,), "blk.1.attn_q.weight": (8, 8), "blk.0.ffn_up.scale": (1,),
+        "output.weight": (8, 16), "output_norm.weight": (8,), "blk.1.attn_q.weight": (8, 8), "blk.0.ffn_up.scale": (1,),
         "blk.0.ffn_up.weight": ((64, 8), "nvfp4"), "blk.0.ffn_gate.weight": ((64, 8), "nvfp4"),
     }  # fmt: skip
     model = of_zeros(tmp_path / "model.gguf", {"general.architecture": "llama"}, whole)
@@ -615,10 +630,35 @@ def test_a_bias_beside_weights_of_nvfp4_with_a_scale_is_refused(tmp_path: Path) 
         purpose.check_head(reader.read(ends))
 
 
-def test_heads_of_adapters_that_cannot_be_read_are_left_to_llama_cpp(tmp_path: Path) -> None:
+def test_heads_of_adapters_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    """llama.cpp would read some of them, and assert what nobody has looked at."""
     (path := tmp_path / "adapter.gguf").write_bytes(b"GGUF")
-    purpose.check_adapter(path, MODELS / "scorer-qwen3-q8_0.gguf")
-    purpose.check_adapter(MODELS / "scorer-qwen3-q8_0.gguf", path)
+    with pytest.raises(ConversionError, match=r"adapter\.gguf: a number"):
+        purpose.check_adapter(path, MODELS / "scorer-qwen3-q8_0.gguf")
+    purpose.check_adapter(MODELS / "scorer-qwen3-q8_0.gguf", MODELS / "scorer-qwen3-q8_0.gguf")  # llama.cpp refuses it
+
+
+def test_an_adapter_of_embeddings_that_are_the_output_too_is_refused(tmp_path: Path) -> None:
+    """llama.cpp multiplies by it there too, and its halves are the other way around: an assertion in the first step."""
+    fields: dict[str, Any] = {"general.architecture": "llama"}
+    model = of_zeros(tmp_path / "model.gguf", fields, {"token_embd.weight": (8, 16)})
+    adapter = of_zeros(tmp_path / "adapter.gguf", fields, {name: PAIRS[name] for name in PAIRS if "token" in name})
+    with pytest.raises(ConversionError, match=r"token_embd.weight is the output too; wanted: an output.weight"):
+        purpose.check_adapter(adapter, model)
+
+
+@pytest.mark.parametrize("key", ["llama.attention.layer_norm_rms_epsilon\0", "x" * 70000])
+def test_heads_that_llama_cpp_reads_otherwise_are_refused(tmp_path: Path, key: str) -> None:
+    """It takes a key for what stands before a zero byte, and has no limit for its length."""
+    path = of_zeros(tmp_path / "model.gguf", {"general.architecture": "llama", key: 1.0}, {"output_norm.weight": (8,)})
+    with pytest.raises(ConfigError, match=r"(?:a key|the length of a key) is .*; wanted: "):
+        purpose.check_model(path)
+
+
+def test_texts_are_read_up_to_a_zero_byte(tmp_path: Path) -> None:
+    fields = {"general.architecture": "llama\0?", "llama.block_count": 100000}
+    with pytest.raises(ConversionError, match=r"llama\.block_count is 100000"):
+        purpose.check_model(of_zeros(tmp_path / "model.gguf", fields, {"output_norm.weight": (8,)}))
 
 
 # --- what is no file
