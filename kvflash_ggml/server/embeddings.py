@@ -105,9 +105,9 @@ async def rerank(front: Front, http: HttpRequest, asked: RerankRequest) -> Respo
     if documents is None:
         raise invalid("documents", "it is missing")
     embedder = _embedder(front, ranks=True)
-    pairs = await front.work(http, _pairs, front, embedder, asked.query, documents, where)
     scores, count = [], 0
-    for pair in pairs:
+    for document in documents:
+        pair = await front.work(http, _pair, front, embedder, asked.query, document, where)
         found = await _one(front, http, embedder, pair, where)
         scores.append(float(found.values[0]))
         count += found.tokens
@@ -191,10 +191,10 @@ async def _one(front: Front, http: HttpRequest, embedder: Embedder, tokens: list
     return found
 
 
-def _pairs(front: Front, embedder: Embedder, query: str, documents: Sequence[str], where: str) -> list[list[int]]:
-    """Make the prompt of each document as llama-server does: by the model's template, or with marks between them.
+def _pair(front: Front, embedder: Embedder, query: str, document: str, where: str) -> list[int]:
+    """Make the prompt of a document as llama-server does: by the model's template, or with marks between the two.
 
-    where: the field that has the documents.
+    One at a time: a query is read again for each, and may be too long. where: the field that has the documents.
     """
     template = embedder.template
 
@@ -204,15 +204,11 @@ def _pairs(front: Front, embedder: Embedder, query: str, documents: Sequence[str
 
     if template is not None:
         begin, between, end = _split(template)
-        texts = [f"{begin}{query}{between}{document}{end}" for document in documents]
-        return [tokenize(text, where, parse_special=True) for text in texts]
-    marks, asked = embedder.marks, tokenize(query, "query")
+        return tokenize(f"{begin}{query}{between}{document}{end}", where, parse_special=True)
+    marks = embedder.marks
     return [
-        [
-            *marks["bos"], *asked, *marks["eos"], *marks["sep"],
-            *tokenize(document, where), *marks["eos"],
-        ]
-        for document in documents
+        *marks["bos"], *tokenize(query, "query"), *marks["eos"], *marks["sep"],
+        *tokenize(document, where), *marks["eos"],
     ]  # fmt: skip
 
 

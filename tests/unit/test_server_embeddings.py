@@ -132,6 +132,17 @@ def test_the_prompt_of_a_pair() -> None:
     assert templated.seen == [b"<q{document}|d>"]
 
 
+@pytest.mark.parametrize("template", [None, "{query}{document}"])
+def test_a_query_that_is_too_long_is_read_once(template: str | None) -> None:
+    """And not once for each of 2,048 documents before the first is refused."""
+    server, read = Server(embedder=ranker(template=template)), []
+    tokenize = server.prompts.tokenize
+    server.prompts.tokenize = lambda text, **more: (read.append(len(text)), tokenize(text, **more))[1]
+    reply = server.post(RERANK[0], {"query": "q" * 1000, "documents": ["d"] * 2048})
+    assert reply.json["error"]["code"] == "context_length_exceeded"
+    assert 1000 <= sum(read) <= 1002
+
+
 @pytest.mark.parametrize(
     "asked", [{"query": "q"}, {"query": "q", "documents": []}, {"query": "q", "documents": [1]}, {"documents": ["a"]}]
 )
