@@ -67,9 +67,11 @@ def replacing(
                 file.close()
             with guard():
                 part.replace(path)
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(OSError):
                 part.unlink()
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = str(path)  # a full disk has no name
             raise
     if sync:
         _sync_folder(path.parent)

@@ -154,7 +154,8 @@ def in_words(error: BaseException) -> str:
     """Return the text of an error, with the option that helps. An error of the system becomes a sentence."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         name = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
-        helps = "Make room there." if error.errno == errno.ENOSPC else "Check the name, and who may use it."
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        helps = "Make room there." if full else "Check the name, and who may use it."
         return f"{name}: {error.strerror}. {helps}"
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     for keyword, flag in _FLAGS.items():

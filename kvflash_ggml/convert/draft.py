@@ -50,7 +50,7 @@ def convert(
 
     Raises ConversionError if the drafter is not sound or does not fit, ConfigError if `out` cannot be written.
     """
-    writer.check_output(out, model)
+    writer.check_output(out, model, folder)
     if not folder.is_dir():
         raise ConversionError(
             str(folder), "the checkpoint", found="no folder", wanted="one with config.json and .safetensors files",

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from .. import env, pip_line
 from ..errors import ConversionError, LibraryError, brief
-from ..files import check_writable
 from ..gguf import reader, verify
 from ..gguf.reader import GGUF
 from ..native import library
@@ -43,7 +42,7 @@ def convert_model(folder: Path, out: Path, *, kind: str, arguments: Sequence[str
     stderr; False shows only the end of it, if it fails. Raises LibraryError for a missing package or source,
     ConversionError if the folder is no checkpoint or the converter fails.
     """
-    check_writable(out)
+    writer.check_output(out, folder)
     _check_folder(folder, "the folder of a Hugging Face checkpoint", "Give the folder that was fetched.")
     _refuse_without_packages()
     with converter() as script, tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as parts:
@@ -69,7 +68,7 @@ def convert_draft(
     model: the target's GGUF file. target_folder: the target's Hugging Face folder, which llama.cpp's converter reads.
     kind, shown: as for `convert_model`. Raises ConversionError if a check before or after the conversion fails.
     """
-    writer.check_output(out, model)
+    writer.check_output(out, model, folder, target_folder)
     _check_folder(folder, "the checkpoint's own", "Fetch the whole checkpoint.")
     _check_folder(target_folder, "the target's Hugging Face folder", "Its config.json and its tokenizer are enough.")
     checkpoint.check_others(folder)

@@ -34,9 +34,14 @@ class Planned:
 
 
 def check_output(out: Path, *read: Path | None) -> None:
-    """Raise ConfigError if `out` cannot be written, ConversionError if it is one of the files to read."""
+    """Raise ConfigError if `out` cannot be written, ConversionError if it is one of the files to read.
+
+    Of a folder these are all but GGUF files.
+    """
     check_writable(out)
-    for source in read:
+    folders = [path for path in read if path is not None and path.is_dir()]
+    inside = [path for folder in folders for path in folder.iterdir() if path.suffix != ".gguf"]
+    for source in (*read, *inside):
         if source is not None and out.exists() and source.exists() and out.samefile(source):
             raise ConversionError(
                 out.name, "the output", found="an input", wanted="another file", remedy="Name a new file to write."

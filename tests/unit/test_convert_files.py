@@ -450,6 +450,17 @@ def test_scripts_run_from_a_checkout_that_is_not_built(
     verify.verify(tmp_path / "made.gguf", model=target)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_the_checkpoint_itself_is_not_written(tmp_path: Path, target: Path, name: str) -> None:
+    folder = small_checkpoint(tmp_path / "checkpoint")
+    before = (folder / name).read_bytes()
+    with pytest.raises(ConversionError, match=rf"{name}: the output is an input; wanted: another file"):
+        draft.convert(folder, folder / name, model=target)
+    assert (folder / name).read_bytes() == before
+    for _ in range(2):
+        draft.convert(folder, folder / "made.gguf", model=target)
+
+
 def test_a_full_disk_leaves_nothing(
     tmp_path: Path, drafter: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -461,7 +472,7 @@ def test_a_full_disk_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("kvflash_ggml.files.os.fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match=r"No space left on device: '.*/again\.gguf'"):
         draft.convert(tmp_path / "drafter", out, model=target)
     assert out.read_bytes() == before
     assert {path.name for path in tmp_path.iterdir()} == names
