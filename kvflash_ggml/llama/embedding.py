@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,9 +93,10 @@ class Embedder:
             self._context = self._open("mean")
             kind = _POOLING["mean"]
         self.pooling = next(name for name, value in _POOLING.items() if value == kind)
-        llm._stack.callback(llama_cpp.llama_free, self._context)
+        stack = llm._stack
+        stack.callback(llama_cpp.llama_free, self._context)
         self._batch = internals.LlamaBatch(n_tokens=self.most, embd=0, n_seq_max=1, verbose=False)
-        llm._stack.callback(self._batch.close)
+        stack.callback(self._batch.close)
         model, vocab = llm.model, vocabulary.of(llm.model)
         ranks = self.pooling == "rank"
         self._width = int((llama_cpp.llama_model_n_cls_out if ranks else llama_cpp.llama_model_n_embd_out)(model))
@@ -141,6 +143,10 @@ class Embedder:
             raise HostMemoryError(
                 f"no context of {params.n_ctx} tokens could be made for embeddings: lower --embedding-tokens"
             )
+        adapter: Any = self._llm._lora_adapter
+        if adapter is not None:  # upstream gives it to the model's own context alone
+            adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter)
+            llama_cpp.llama_set_adapters_lora(context, adapters, 1, (ctypes.c_float * 1)(self._llm.lora_scale))
         return context
 
 

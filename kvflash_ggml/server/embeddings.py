@@ -13,6 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from ..arrays import Floats
+from ..errors import DecodeError
 from .completions import prompt_tokens
 from .errors import ApiError, blaming, invalid
 from .exchange import LongJSON
@@ -186,8 +187,11 @@ async def _one(front: Front, http: HttpRequest, embedder: Embedder, tokens: list
         raise invalid(where, "a text is empty")
     if await http.is_disconnected():
         raise ApiError(499, "the client has left", code="cancelled")
-    with blaming(where):
-        found: Embedded = await front.engine(lambda: embedder.embed(np.array(tokens, np.int32)))
+    try:
+        with blaming(where):
+            found: Embedded = await front.engine(lambda: embedder.embed(np.array(tokens, np.int32)))
+    except DecodeError as err:
+        raise ApiError(500, str(err), code="numerical") from None
     return found
 
 

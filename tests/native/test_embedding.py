@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.checkpoints import rewritten
-from support.harness import TEXT, write_reranker
+from support.harness import TEXT, write_adapter, write_reranker
 from support.rounding import ON_GPU
 from support.serving import serve
 
@@ -86,6 +86,20 @@ def test_as_upstream(kind: str, pooling: Any, models: dict[str, Path], llama: Ca
         assert found.values @ wanted == pytest.approx(1, abs=1e-3)
         assert np.linalg.norm(found.values) == pytest.approx(1, abs=1e-5)
     assert answer() == before
+
+
+def test_an_adapter_counts(models: dict[str, Path], llama: Callable[..., Any], tmp_path: Path) -> None:
+    """It is set for a context, and embeddings have one of their own."""
+    from kvflash_ggml.llama.serving import embedder_of
+
+    adapter = {"lora_path": write_adapter(tmp_path / "lora.gguf", layers=6, width=256, out=256), "lora_scale": 8.0}
+    ours = embedder_of(llama(models["dense"], n_ctx=512, kvflash=POOL, **adapter))
+    plain = embedder_of(llama(models["dense"], n_ctx=512, kvflash=POOL))
+    stock = llama(models["dense"], n_ctx=512, embedding=True, pooling_type=1, flash_attn=True, **adapter)
+    tokens = stock.tokenize(WORDS[:800].encode())
+    wanted = np.array(stock.embed(WORDS[:800], normalize=True))
+    assert ours.embed(tokens).values @ wanted == pytest.approx(1, abs=1e-3)
+    assert plain.embed(tokens).values @ wanted < 0.99
 
 
 def test_a_model_without_a_kind_of_pooling_takes_the_mean(models: dict[str, Path], llama: Callable[..., Any]) -> None:

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import options_table
 import pytest
-from support.harness import MODELS, logits_along, same_bits
+from support.harness import MODELS, logits_along, same_bits, write_adapter
 from vendoring import source
 from vendoring.pin import VendorError
 
@@ -44,23 +43,6 @@ def test_every_setting_of_the_other_server_is_told() -> None:
     page = options_table.PAGE.read_text(encoding="utf-8").partition("## llama-cpp-python's server")[2]
     told = set(re.findall(r"`(?:--)?([a-z_0-9]+)`", page.partition("\n## ")[0]))
     assert sorted(names - told) == []
-
-
-def write_adapter(path: Path, *, layers: int, width: int, out: int, rank: int = 4) -> str:
-    writer = gguf.GGUFWriter(path, "qwen3")
-    writer.add_string("general.type", "adapter")
-    writer.add_string("adapter.type", "lora")
-    writer.add_float32("adapter.lora.alpha", float(rank))
-    rng = np.random.default_rng(4)
-    for i in range(layers):
-        for part, shape in (("a", (rank, width)), ("b", (out, rank))):
-            data = rng.standard_normal(shape).astype(np.float32) * 0.1
-            writer.add_tensor(f"blk.{i}.attn_q.weight.lora_{part}", data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return str(path)
 
 
 def test_an_adapter_in_a_pool_is_that_of_upstream(

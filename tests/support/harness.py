@@ -283,6 +283,24 @@ def write_reranker(source: Path, target: Path) -> None:
     _finish(writer)
 
 
+def write_adapter(path: Path, *, layers: int, width: int, out: int, rank: int = 4) -> str:
+    """A LoRA adapter of random weights for the queries of all layers."""
+    writer = gguf.GGUFWriter(path, "qwen3")
+    writer.add_string("general.type", "adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", float(rank))
+    rng = np.random.default_rng(4)
+    for i in range(layers):
+        for part, shape in (("a", (rank, width)), ("b", (out, rank))):
+            data = rng.standard_normal(shape).astype(np.float32) * 0.1
+            writer.add_tensor(f"blk.{i}.attn_q.weight.lora_{part}", data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
 def write_iswa(source: Path, target: Path, *, head: int = 64, arch: str = "gemma3") -> None:
     """A small gemma3, or gemma4, with random weights: layers 3 and 6 see all, the others a window of 128."""
     width, heads, hidden, layers = 128, 2, 256, 6
