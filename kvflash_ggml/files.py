@@ -70,7 +70,7 @@ def replacing(
         except BaseException as error:
             with contextlib.suppress(OSError):
                 part.unlink()
-            if isinstance(error, OSError) and error.filename is None:
+            if isinstance(error, OSError) and error.errno is not None and error.filename is None:
                 error.filename = str(path)  # a full disk has no name
             raise
     if sync:
