@@ -19,6 +19,9 @@ from .errors import ConfigError
 PART = ".part"
 """How files end that are being written."""
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of writing, which come without a name."""
+
 ABANDONED_AFTER_SECONDS = 60
 """Age from which an unfinished file that no process writes may be deleted."""
 
@@ -70,8 +73,8 @@ def replacing(
         except BaseException as error:
             with contextlib.suppress(OSError):
                 part.unlink()
-            if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-                error.filename = str(path)  # a full disk has no name
+            if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
+                error.filename = str(path)
             raise
     if sync:
         _sync_folder(path.parent)

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
 _CONTEXT_FULL = "exceed context window"
 
+_REMEDIES = {
+    errno.ENOSPC: "Make room there.", errno.EDQUOT: "Make room there.",
+    errno.EFBIG: "Files there have a largest size: choose another folder, or raise the limit (ulimit -f).",
+}  # fmt: skip
+"""What helps against an error of the system."""
+
 _FLAGS = {
     "host_limit = ": "--kvflash-host-limit ",
     "host_limit": "--kvflash-host-limit",
@@ -154,8 +160,7 @@ def in_words(error: BaseException) -> str:
     """Return the text of an error, with the option that helps. An error of the system becomes a sentence."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         name = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        helps = "Make room there." if full else "Check the name, and who may use it."
+        helps = _REMEDIES.get(error.errno or 0, "Check the name, and who may use it.")
         return f"{name}: {error.strerror}. {helps}"
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     for keyword, flag in _FLAGS.items():

@@ -40,7 +40,7 @@ def check_output(out: Path, *read: Path | None) -> None:
     """
     check_writable(out)
     folders = [path for path in read if path is not None and path.is_dir()]
-    inside = [path for folder in folders for path in folder.iterdir() if path.suffix != ".gguf"]
+    inside = [path for folder in folders for path in folder.rglob("*") if path.suffix != ".gguf"]
     for source in (*read, *inside):
         if source is not None and out.exists() and source.exists() and out.samefile(source):
             raise ConversionError(

@@ -129,7 +129,7 @@ def check_model(path: Path, *, vocab_only: bool = False, overrides: Mapping[str,
 
     ConfigError for a part of a model, and for a head that cannot be read: llama.cpp may read what is unsound in it.
     ConversionError for numbers that cannot be. vocab_only: only the vocabulary is opened, which every file may have.
-    overrides: values in the place of fields. A path that does not exist is left to llama.cpp.
+    overrides: values in the place of fields. A path that does not exist, or cannot be mapped, is left to llama.cpp.
     """
     _check_forms(overrides or {})
     reader.check(path)
@@ -142,6 +142,8 @@ def check_model(path: Path, *, vocab_only: bool = False, overrides: Mapping[str,
         found = None if vocab_only else part(file)
     except ConversionError as err:
         raise ConfigError(f"Failed to load model from file: {path}: {err}") from err
+    except OSError:  # a folder without mmap, say
+        return
     changed = _overridden(file, overrides) if overrides else None
     check_texts(file)
     if changed is not None:
@@ -419,13 +421,15 @@ def check_adapter(path: Path, model: Path) -> None:
 
     model: the file that it is added to. An adapter of another model is left to llama.cpp.
     """
-    file = reader.read(path)
-    weights = {tensor.name: tensor for tensor in reader.all_tensors(reader.read(model))}
-    for key, value, wanted in _wrong_adapter(file, weights):
-        raise ConversionError(file.name, key, found=value, wanted=wanted, remedy=_REMEDY)
+    file, base = reader.read(path), reader.read(model)
+    weights = {tensor.name: tensor for tensor in reader.all_tensors(base)}
+    tied = "output.weight" not in weights and base.own("attention.causal") is not False  # an encoder has no output
+    remedy = "Give another adapter, or convert it anew: this one cannot be used with this model."
+    for key, value, wanted in _wrong_adapter(file, weights, tied=tied):
+        raise ConversionError(file.name, key, found=value, wanted=wanted, remedy=remedy)
 
 
-def _wrong_adapter(file: GGUF, weights: Mapping[str, Tensor]) -> Wrong:
+def _wrong_adapter(file: GGUF, weights: Mapping[str, Tensor], *, tied: bool) -> Wrong:
     """Fields of another type than llama.cpp asserts, an alpha that spoils the weights, and pairs of tensors that cannot
     be multiplied, or added.
     """
@@ -453,7 +457,7 @@ def _wrong_adapter(file: GGUF, weights: Mapping[str, Tensor]) -> Wrong:
                 yield f"the shape of {tensor.name}", list(tensor.shape), f"as many planes as {list(shape)} has"
         if base.endswith("token_embd.weight") and one.shape[0] != other.shape[0]:
             yield f"the shape of {other.name}", list(other.shape), f"rows of {one.shape[0]}, as {name} has"
-        if base == "token_embd.weight" and "output.weight" not in weights:
+        if base == "token_embd.weight" and tied:
             yield base, "the output too", "an output.weight in the model: llama.cpp adds no adapter to these"
 
 

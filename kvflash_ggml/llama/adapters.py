@@ -8,8 +8,8 @@ from typing import Any
 
 import llama_cpp
 
-from ..errors import ConfigError
-from ..gguf import purpose
+from ..errors import ConfigError, ConversionError
+from ..gguf import purpose, reader
 
 
 def check(path: str, scale: float, model: Path) -> None:
@@ -21,13 +21,18 @@ def check(path: str, scale: float, model: Path) -> None:
         raise ConfigError(f"lora_scale={scale!r}: a finite number, 1.0 for the adapter as it was trained")
     if not Path(path).is_file():
         raise _no_adapter(path)
-    purpose.check_adapter(Path(path), model)
+    try:
+        reader.read(Path(path))
+    except (ConversionError, OSError) as err:
+        raise _no_adapter(path, f" ({err})") from err
+    if model.exists():
+        purpose.check_adapter(Path(path), model)
 
 
-def _no_adapter(path: str) -> ConfigError:
+def _no_adapter(path: str, why: str = "") -> ConfigError:
     return ConfigError(
         f"Failed to initialize LoRA adapter from lora path: {path}: it is not there, or no adapter"
-        " of this model. Convert it for this one with llama.cpp's convert_lora_to_gguf.py"
+        f" of this model{why}. Convert it for this one with llama.cpp's convert_lora_to_gguf.py"
     )
 
 

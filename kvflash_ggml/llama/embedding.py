@@ -22,6 +22,7 @@ from ..errors import (
     DecodeError,
     EncoderError,
     HostMemoryError,
+    NotFinite,
     UnsupportedModelError,
 )
 from ..gguf import reader
@@ -130,7 +131,7 @@ class Embedder:
             raise DecodeError("llama.cpp computed no embedding of this text")
         values = np.ctypeslib.as_array(found, shape=(self._width,)).astype(np.float32)
         if not np.isfinite(values).all():
-            raise DecodeError("an embedding is not finite: the model computed no number")
+            raise NotFinite("an embedding is not finite: the model computed no number")
         if self.pooling != "rank":
             values /= max(float(np.linalg.norm(values)), 1e-12)
         return Embedded(values=values, tokens=len(tokens))
@@ -146,7 +147,8 @@ class Embedder:
         adapter: Any = self._llm._lora_adapter
         if adapter is not None:  # upstream gives it to the model's own context alone
             adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter)
-            llama_cpp.llama_set_adapters_lora(context, adapters, 1, (ctypes.c_float * 1)(self._llm.lora_scale))
+            if llama_cpp.llama_set_adapters_lora(context, adapters, 1, (ctypes.c_float * 1)(self._llm.lora_scale)):
+                raise DecodeError("llama.cpp did not add the adapter to the context of embeddings")
         return context
 
 

@@ -437,6 +437,8 @@ class PagedEngine:
 
     def head_keys(self, page: npt.NDArray[np.uint8], layer: int, head: int) -> Floats:
         """Return the keys of one KV head of a page image, dequantised: [CHUNK, head_k]."""
+        if page.nbytes != self.info.page_bytes:
+            raise EngineError(f"a page image of {page.nbytes} bytes, it has {self.info.page_bytes}")
         keys: Floats = np.empty((CHUNK, self.layers[layer].head_k), np.float32)
         which, image = _heads(np.array([[layer, head]], np.int32)), ffi.from_buffer("uint8_t[]", page)
         check(lib.kvf_keys_read(self._engine, which, image, ffi.from_buffer("float[]", keys)))

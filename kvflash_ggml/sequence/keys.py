@@ -35,27 +35,13 @@ def most_threads(*, idle: bool) -> int:
     return max(min(4, cores), min(IDLE_THREADS, cores - 1) if idle else 1)
 
 
-def threads_beside() -> int:
-    """Return the threads of a score beside the steps of a device, which the host must begin meanwhile.
-
-    On a host of 16 cores with an H200, steps of 11.9 ms took 12.1 beside scores by 8 threads, and 12.3 by 15.
-    """
-    return max(1, system.cores() // 2)
-
-
 class HostKeys:
-    """The keys of sealed chunks, read from the page images. Implements `policy.base.Keys`.
+    """The keys of sealed chunks, read from the page images. Implements `policy.base.Keys`."""
 
-    threads: of a score. beside: of a score by one query row, which runs beside the steps of a device.
-    """
-
-    def __init__(
-        self, engine: PagedEngine, store: HostStore, *, threads: int | None = None, beside: int | None = None
-    ) -> None:
+    def __init__(self, engine: PagedEngine, store: HostStore, *, threads: int | None = None) -> None:
         self._engine = engine
         self._store = store
         self._threads = threads or most_threads(idle=False)
-        self._beside = beside or self._threads
         self.shapes: Sequence[KeyShape] = key_shapes(engine)
         # rows of the newest score and their addresses: one tuple, so that an interrupt cannot separate them
         self._cached: tuple[list[Row], npt.NDArray[np.uint64]] = [], np.empty(0, np.uint64)
@@ -81,11 +67,7 @@ class HostKeys:
 
     def score_index(self, units: Pairs, rows: Rows, heads: Pairs, request: ScoreRequest) -> Floats:
         queries = queries_of(heads, request, self.shapes)
-        threads = self._threads_for(request)
-        return self._engine.score_index(units, heads, self._addresses_of(rows), request.rows, queries, threads)
-
-    def _threads_for(self, request: ScoreRequest) -> int:
-        return self._threads if request.rows > 1 else self._beside
+        return self._engine.score_index(units, heads, self._addresses_of(rows), request.rows, queries, self._threads)
 
     def _addresses_of(self, rows: Rows) -> npt.NDArray[np.uint64]:
         """Return the addresses of rows. Most are known: asking all of them takes milliseconds, and the next token would
@@ -111,5 +93,5 @@ class HostKeys:
         while len(chunks):
             with self._store.lease_some(chunks) as images:
                 chunks = chunks[len(images) :]
-                parts.append(self._engine.score_keys(heads, images, request.rows, queries, self._threads_for(request)))
+                parts.append(self._engine.score_keys(heads, images, request.rows, queries, self._threads))
         return np.concatenate(parts, axis=1)

@@ -24,7 +24,7 @@ from ..policy.base import Costed, Lasting, Masses, Pairs, ReadsAlong, Resumable,
 from ..pool.residency import Chunks, few_moves
 from ..state.statistics import Replay, Statistics
 from ..threads import Worker, done
-from .keys import HostKeys, most_threads, threads_beside
+from .keys import HostKeys, most_threads
 from .query_ring import QueryCopy, QueryRing
 from .scores import AttentionScores, check_scores
 from .selection import USUAL, Selection
@@ -136,7 +136,7 @@ class Scoring:
         self._worker = Worker("kvflash-score") if beside else None
         self._addresses: list[int] = []
         self._buffers: list[Floats] = []
-        self._keys = HostKeys(engine, store, threads=threads, beside=threads_beside() if free else None)
+        self._keys = HostKeys(engine, store, threads=threads)
         self.pending: deque[Future[Floats | None]] = deque()
         self._failed: Exception | None = None
         self._later: list[tuple[int, PageImage]] | None = None

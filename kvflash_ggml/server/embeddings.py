@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from ..arrays import Floats
-from ..errors import DecodeError
+from ..errors import NotFinite
 from .completions import prompt_tokens
 from .errors import ApiError, blaming, invalid
 from .exchange import LongJSON
@@ -190,7 +190,7 @@ async def _one(front: Front, http: HttpRequest, embedder: Embedder, tokens: list
     try:
         with blaming(where):
             found: Embedded = await front.engine(lambda: embedder.embed(np.array(tokens, np.int32)))
-    except DecodeError as err:
+    except NotFinite as err:
         raise ApiError(500, str(err), code="numerical") from None
     return found
 

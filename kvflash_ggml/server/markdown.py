@@ -12,8 +12,8 @@ from .intake import Intake
 from .turns import text_of
 
 MAX_TEXT = 64 << 10
-"""Characters of a text. The worst of so many takes two seconds, and holds the interpreter meanwhile. The page shows a
-longer one as it is.
+"""Characters of a text. The worst of so many takes two to three seconds, and holds the interpreter meanwhile. The page
+shows a longer one as it is.
 """
 
 _TAGS = {

@@ -112,6 +112,8 @@ def test_keys_are_those_of_the_page(opened: Any, kind: str, kv_type: str) -> Non
             np.testing.assert_array_equal(found, wanted)
     with pytest.raises(EngineError, match="KV head"):
         engine.head_keys(page_of(engine, images[0]), 0, engine.layers[0].n_head_kv)
+    with pytest.raises(EngineError, match=r"a page image of 16 bytes, it has \d+"):
+        engine.head_keys(page_of(engine, images[0])[:16], 0, 0)
 
 
 @pytest.mark.parametrize(("kind", "kv_type"), KINDS)

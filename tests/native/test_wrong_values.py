@@ -355,7 +355,9 @@ def test_a_file_that_is_cut_off_is_told(
 @pytest.mark.parametrize("pool", [None, 512])
 def test_an_adapter_that_is_none(pool: int | None, llama: Any, models: dict[str, Path], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
-    for path in ("nowhere.gguf", str(models["small"]), str(tmp_path / "pipe.gguf")):
+    other = tmp_path / "adapter_model.safetensors"
+    other.write_bytes(b"no GGUF file")
+    for path in ("nowhere.gguf", str(models["small"]), str(tmp_path / "pipe.gguf"), str(other)):
         with pytest.raises(
             ConfigError, match=f"LoRA adapter from lora path: {path}: it is not there, or no adapter of"
         ):

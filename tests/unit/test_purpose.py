@@ -645,6 +645,8 @@ def test_an_adapter_of_embeddings_that_are_the_output_too_is_refused(tmp_path: P
     adapter = of_zeros(tmp_path / "adapter.gguf", fields, {name: PAIRS[name] for name in PAIRS if "token" in name})
     with pytest.raises(ConversionError, match=r"token_embd.weight is the output too; wanted: an output.weight"):
         purpose.check_adapter(adapter, model)
+    encoder = {"general.architecture": "bert", "bert.attention.causal": False}
+    purpose.check_adapter(adapter, of_zeros(tmp_path / "bert.gguf", encoder, {"token_embd.weight": (8, 16)}))
 
 
 @pytest.mark.parametrize("key", ["llama.attention.layer_norm_rms_epsilon\0", "x" * 70000])

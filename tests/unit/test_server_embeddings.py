@@ -15,7 +15,7 @@ from support.fake_model import FakeModel
 from support.fake_server import Server
 
 from kvflash_ggml.batching.encoder import EmbeddingModel
-from kvflash_ggml.errors import DecodeError
+from kvflash_ggml.errors import NotFinite
 from kvflash_ggml.server.app import ANSWERS, READS, RERANK
 
 EMBED = "/v1/embeddings"
@@ -106,7 +106,7 @@ def test_too_long_says_how_long() -> None:
 @pytest.mark.parametrize("path", [EMBED, RERANK[0]])
 def test_a_model_that_computes_no_numbers_is_told(path: str) -> None:
     embedder = ranker() if path == RERANK[0] else FakeEmbedder()
-    embedder.embed = Mock(side_effect=DecodeError("it is not finite"))  # type: ignore[method-assign]
+    embedder.embed = Mock(side_effect=NotFinite("it is not finite"))  # type: ignore[method-assign]
     reply = post({"input": "a"} if path == EMBED else {"query": "q", "documents": ["d"]}, path, embedder)
     assert (reply.status, reply.json["error"]["code"], reply.message) == (
         500,
