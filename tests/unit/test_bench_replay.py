@@ -167,7 +167,9 @@ def test_the_picture_of_the_page_is_what_the_script_draws() -> None:
 
 
 def test_the_picture_has_each_row_of_the_table() -> None:
-    assert [row[:3] for row in drawn.rows()] == [(1, 34, 34), (2, 68, 68), (4, 136, 136)]
-    for _, requests, ours, unpatched in drawn.rows():
-        for count in (ours, unpatched):
-            assert f">{count} of {requests} requests<" in drawn.render()
+    found = drawn.rows()
+    assert [row.users for row in found] == [1, 2, 4, 8]
+    for row in found:
+        for count, seconds in zip(row.answered, row.seconds, strict=True):
+            assert f">{drawn.words(count, seconds)}<" in drawn.render()
+    assert drawn.words(1, "-") == "1 request"
