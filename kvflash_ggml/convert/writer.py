@@ -39,10 +39,12 @@ def check_output(out: Path, *read: Path | None) -> None:
     Of a folder these are all but GGUF files.
     """
     check_writable(out)
+    if not out.exists():
+        return
     folders = [path for path in read if path is not None and path.is_dir()]
     inside = [path for folder in folders for path in folder.rglob("*") if path.suffix != ".gguf"]
     for source in (*read, *inside):
-        if source is not None and out.exists() and source.exists() and out.samefile(source):
+        if source is not None and source.exists() and out.samefile(source):
             raise ConversionError(
                 out.name, "the output", found="an input", wanted="another file", remedy="Name a new file to write."
             )

@@ -416,13 +416,19 @@ def _overridden(file: GGUF, overrides: Mapping[str, Any]) -> GGUF:
     return replace(file, name=_OVERRIDES, fields=fields)
 
 
-def check_adapter(path: Path, model: Path) -> None:
+def check_adapter(file: GGUF, model: Path) -> None:
     """Raise ConversionError for a LoRA adapter with which llama.cpp would end the process, at the load or in a step.
 
-    model: the file that it is added to. An adapter of another model is left to llama.cpp.
+    model: the file that it is added to. An adapter of another model, and a model that is not there or cannot be mapped,
+    are left to llama.cpp.
     """
-    file, base = reader.read(path), reader.read(model)
-    weights = {tensor.name: tensor for tensor in reader.all_tensors(base)}
+    if not model.exists():
+        return
+    try:
+        base = reader.read(model)
+        weights = {tensor.name: tensor for tensor in reader.all_tensors(base)}
+    except OSError:
+        return
     tied = "output.weight" not in weights and base.own("attention.causal") is not False  # an encoder has no output
     remedy = "Give another adapter, or convert it anew: this one cannot be used with this model."
     for key, value, wanted in _wrong_adapter(file, weights, tied=tied):

@@ -22,11 +22,10 @@ def check(path: str, scale: float, model: Path) -> None:
     if not Path(path).is_file():
         raise _no_adapter(path)
     try:
-        reader.read(Path(path))
+        file = reader.read(Path(path))
     except (ConversionError, OSError) as err:
         raise _no_adapter(path, f" ({err})") from err
-    if model.exists():
-        purpose.check_adapter(Path(path), model)
+    purpose.check_adapter(file, model)
 
 
 def _no_adapter(path: str, why: str = "") -> ConfigError:

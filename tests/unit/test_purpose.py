@@ -617,7 +617,7 @@ def test_adapters_that_end_the_process_are_refused(tmp_path: Path, what: str) ->
     model = of_zeros(tmp_path / "model.gguf", {"general.architecture": "llama"}, whole)
     adapter = of_zeros(tmp_path / "adapter.gguf", said | fields, {**PAIRS, **tensors})
     with pytest.raises(ConversionError, match=rf"adapter\.gguf: {refused}") if refused else nullcontext():
-        purpose.check_adapter(adapter, model)
+        purpose.check_adapter(reader.read(adapter), model)
 
 
 def test_a_bias_beside_weights_of_nvfp4_with_a_scale_is_refused(tmp_path: Path) -> None:
@@ -634,8 +634,9 @@ def test_heads_of_adapters_that_cannot_be_read_are_refused(tmp_path: Path) -> No
     """llama.cpp would read some of them, and assert what nobody has looked at."""
     (path := tmp_path / "adapter.gguf").write_bytes(b"GGUF")
     with pytest.raises(ConversionError, match=r"adapter\.gguf: a number"):
-        purpose.check_adapter(path, MODELS / "scorer-qwen3-q8_0.gguf")
-    purpose.check_adapter(MODELS / "scorer-qwen3-q8_0.gguf", MODELS / "scorer-qwen3-q8_0.gguf")  # llama.cpp refuses it
+        purpose.check_adapter(reader.read(path), MODELS / "scorer-qwen3-q8_0.gguf")
+    model = MODELS / "scorer-qwen3-q8_0.gguf"
+    purpose.check_adapter(reader.read(model), model)  # llama.cpp refuses it
 
 
 def test_an_adapter_of_embeddings_that_are_the_output_too_is_refused(tmp_path: Path) -> None:
@@ -644,9 +645,10 @@ def test_an_adapter_of_embeddings_that_are_the_output_too_is_refused(tmp_path: P
     model = of_zeros(tmp_path / "model.gguf", fields, {"token_embd.weight": (8, 16)})
     adapter = of_zeros(tmp_path / "adapter.gguf", fields, {name: PAIRS[name] for name in PAIRS if "token" in name})
     with pytest.raises(ConversionError, match=r"token_embd.weight is the output too; wanted: an output.weight"):
-        purpose.check_adapter(adapter, model)
+        purpose.check_adapter(reader.read(adapter), model)
     encoder = {"general.architecture": "bert", "bert.attention.causal": False}
-    purpose.check_adapter(adapter, of_zeros(tmp_path / "bert.gguf", encoder, {"token_embd.weight": (8, 16)}))
+    model = of_zeros(tmp_path / "bert.gguf", encoder, {"token_embd.weight": (8, 16)})
+    purpose.check_adapter(reader.read(adapter), model)
 
 
 @pytest.mark.parametrize("key", ["llama.attention.layer_norm_rms_epsilon\0", "x" * 70000])
