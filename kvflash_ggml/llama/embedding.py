@@ -113,13 +113,17 @@ class Embedder:
         """Bytes of its context on all devices and the host."""
         return _bytes(measure.taken(address(self._context), address(self._llm.model)))
 
-    def embed(self, tokens: Int32s) -> Embedded:
-        """Evaluate a text and return its embedding. ContextFull if it is too long, DecodeError if it fails."""
-        if not 0 < len(tokens) <= self.most:
+    def check(self, count: int) -> None:
+        """Raise ContextFull for a text of so many tokens if it is too long, or has none."""
+        if not 0 < count <= self.most:
             raise ContextFull(
-                f"a text of {len(tokens)} tokens, and {self.most} is the most that is embedded at once: "
+                f"a text of {count} tokens, and {self.most} is the most that is embedded at once: "
                 f"shorten it{self._remedy}"
             )
+
+    def embed(self, tokens: Int32s) -> Embedded:
+        """Evaluate a text and return its embedding. ContextFull as `check`, DecodeError if it fails."""
+        self.check(len(tokens))
         memory = llama_cpp.llama_get_memory(self._context)
         if memory:
             llama_cpp.llama_memory_clear(memory, True)

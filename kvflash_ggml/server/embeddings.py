@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -12,7 +13,7 @@ from pydantic import Field, PlainValidator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from ..arrays import Floats
+from ..arrays import Floats, Int32s
 from ..errors import NotFinite
 from .completions import prompt_tokens
 from .errors import ApiError, blaming, invalid
@@ -107,9 +108,9 @@ async def rerank(front: Front, http: HttpRequest, asked: RerankRequest) -> Respo
         raise invalid("documents", "it is missing")
     embedder = _embedder(front, ranks=True)
     scores, count = [], 0
-    for document in documents:
-        pair = await front.work(http, _pair, front, embedder, asked.query, document, where)
-        found = await _one(front, http, embedder, pair, where)
+    read = partial(_pair, front, embedder, asked.query, where=where)
+    for pair in await _read(front, http, embedder, documents, read, where):
+        found = await _one(front, http, embedder, pair)
         scores.append(float(found.values[0]))
         count += found.tokens
     best = sorted(range(len(scores)), key=lambda i: -scores[i])[: asked.top_n]
@@ -170,9 +171,9 @@ async def _embedded(
     """
     embedder = _embedder(front, ranks=False)
     found, count = [], 0
-    for text in texts:
-        tokens = await front.work(http, prompt_tokens, front, text, where=where)
-        one = await _one(front, http, embedder, tokens[: embedder.most] if cut else tokens, where)
+    read, most = partial(prompt_tokens, front, where=where), embedder.most if cut else None
+    for tokens in await _read(front, http, embedder, texts, read, where, most):
+        one = await _one(front, http, embedder, tokens)
         if dimensions is not None and dimensions > len(one.values):
             raise invalid("dimensions", f"{dimensions}, and this model has {len(one.values)}: ask for no more")
         values = one.values[:dimensions]
@@ -181,24 +182,49 @@ async def _embedded(
     return found, count
 
 
-async def _one(front: Front, http: HttpRequest, embedder: Embedder, tokens: list[int], where: str) -> Embedded:
-    """Evaluate a text between two answers, unless the client has left. where: the field that has it."""
-    if not tokens:
-        raise invalid(where, "a text is empty")
-    if await http.is_disconnected():
-        raise ApiError(499, "the client has left", code="cancelled")
-    try:
+async def _read(
+    front: Front,
+    http: HttpRequest,
+    embedder: Embedder,
+    texts: Sequence[Any],
+    read: Callable[[Any], list[int]],
+    where: str,
+    most: int | None = None,
+) -> list[Int32s]:
+    """Return the tokens of all texts. ApiError if one is empty or too long: nothing has been computed yet.
+
+    read: makes the tokens of one. where: the field that has the texts. most: cut each to so many tokens.
+    """
+    found = []
+    for text in texts:
+        await _check_there(http)
+        tokens = (await front.work(http, read, text))[:most]
+        if not tokens:
+            raise invalid(where, "a text is empty")
         with blaming(where):
-            found: Embedded = await front.engine(lambda: embedder.embed(np.array(tokens, np.int32)))
+            embedder.check(len(tokens))
+        found.append(np.array(tokens, np.int32))
+    return found
+
+
+async def _one(front: Front, http: HttpRequest, embedder: Embedder, tokens: Int32s) -> Embedded:
+    """Evaluate a text between two answers, unless the client has left."""
+    await _check_there(http)
+    try:
+        return await front.engine(lambda: embedder.embed(tokens))
     except NotFinite as err:
         raise ApiError(500, str(err), code="numerical") from None
-    return found
+
+
+async def _check_there(http: HttpRequest) -> None:
+    if await http.is_disconnected():
+        raise ApiError(499, "the client has left", code="cancelled")
 
 
 def _pair(front: Front, embedder: Embedder, query: str, document: str, where: str) -> list[int]:
     """Make the prompt of a document as llama-server does: by the model's template, or with marks between the two.
 
-    One at a time: a query is read again for each, and may be too long. where: the field that has the documents.
+    A query is read again for each. where: the field that has the documents.
     """
     template = embedder.template
 

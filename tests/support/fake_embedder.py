@@ -21,9 +21,12 @@ class FakeEmbedder:
     marks: dict[str, list[int]] = field(default_factory=lambda: {"bos": [1], "eos": [2], "sep": [3]})
     seen: list[bytes] = field(default_factory=list)
 
+    def check(self, count: int) -> None:
+        if count > self.most:
+            raise ContextFull(f"a text of {count} tokens, and {self.most} is the most: --embedding-tokens")
+
     def embed(self, tokens: Any) -> Any:
-        if len(tokens) > self.most:
-            raise ContextFull(f"a text of {len(tokens)} tokens, and {self.most} is the most: --embedding-tokens")
+        self.check(len(tokens))
         self.seen.append(bytes(tokens.tolist()))
         values = [float(len(tokens))] if self.pooling == "rank" else [float(tokens[0]), float(len(tokens)), 0.0]
         return SimpleNamespace(values=np.array(values, np.float32), tokens=len(tokens))

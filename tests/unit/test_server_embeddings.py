@@ -103,6 +103,14 @@ def test_too_long_says_how_long() -> None:
     assert "--embedding-tokens" in reply.message
 
 
+@pytest.mark.parametrize("last", ["x" * 17, ""])
+@pytest.mark.parametrize("path", [EMBED, RERANK[0]])
+def test_a_wrong_text_is_refused_before_others_are_computed(path: str, last: str) -> None:
+    embedder = FakeEmbedder() if path == EMBED else ranker(template="{query}{document}")
+    data = {"input": ["a", last]} if path == EMBED else {"query": "", "documents": ["a", last]}
+    assert (post(data, path, embedder).status, embedder.seen) == (400, [])
+
+
 @pytest.mark.parametrize("path", [EMBED, RERANK[0]])
 def test_a_model_that_computes_no_numbers_is_told(path: str) -> None:
     embedder = ranker() if path == RERANK[0] else FakeEmbedder()
