@@ -95,7 +95,7 @@ PIECE = 16 << 20
 
 _LENGTH = struct.Struct("<Q")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_ARRAY = 9
+_U32, _ARRAY = 4, 9
 _MAX_ITEMS = 1 << 20
 _MAX_NAME = 1 << 16
 _MAX_TENSOR_NAME = 64
@@ -320,9 +320,9 @@ class _Reader:
     def _tensor(self) -> Tensor:
         name = self._text("a tensor's name", _MAX_TENSOR_NAME)
         n_dims = self._number("I")
-        if not 1 <= n_dims <= _MAX_DIMS:
-            raise self._refusal(f"the dimensions of {name!r}", n_dims, f"1 to {_MAX_DIMS}")
-        shape = tuple(self._number("Q") for _ in range(n_dims))
+        if n_dims > _MAX_DIMS:
+            raise self._refusal(f"the dimensions of {name!r}", n_dims, f"at most {_MAX_DIMS}")
+        shape = tuple(self._number("Q") for _ in range(n_dims)) or (1,)  # without dimensions it is one number
         number, offset = self._number("I"), self._number("Q")
         kind = types.BY_ID.get(number)
         if kind is None:
@@ -356,11 +356,10 @@ class _Reader:
         return {info.name: placed[info.name] for info in infos}
 
     def _alignment(self, fields: dict[str, Field]) -> int:
-        field = fields.get("general.alignment")
-        value = ALIGNMENT if field is None else field.value
-        if type(value) is not int or not 8 <= value <= 1 << 20 or value & (value - 1):
-            raise self._refusal("general.alignment", value, "a power of two")
-        return value
+        field = fields.get("general.alignment", Field.of("general.alignment", ALIGNMENT))
+        if field.kind != _U32 or field.value.bit_count() != 1:
+            raise self._refusal("general.alignment", field.value, "a power of two, of 32 bits")
+        return int(field.value)
 
     def _count(self, what: str, value: int) -> int:
         if value > min(_MAX_ITEMS, self._size):

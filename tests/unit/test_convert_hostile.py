@@ -290,8 +290,10 @@ GGUFS: list[tuple[str, bytes, str]] = [
     ("2^40 strings", numbers(fields=1, rest=field(9, struct.pack("<IQ", 8, 1 << 40))), "the length of 'a.b'"),
     ("a key twice", numbers(fields=2, rest=2 * field(4, bytes(4))), "the key 'a.b'"),
     ("no alignment", numbers(fields=1, rest=field(4, bytes(4), "general.alignment")), "general.alignment"),
+    ("an odd one", numbers(fields=1, rest=field(4, b"\x0c\0\0\0", "general.alignment")), "general.alignment"),
+    ("one of 64 bits", numbers(fields=1, rest=field(10, b"\x20" + bytes(7), "general.alignment")), "general.alignment"),
     ("five dimensions", numbers(tensors=1, rest=info((1,) * 5)), "the dimensions of 'x'"),
-    ("no dimension", numbers(tensors=1, rest=info(())), "the dimensions of 'x'"),
+    ("no dimension of a block", numbers(tensors=1, rest=info((), kind=8)), "the shape of 'x'"),
     ("a length of none", numbers(tensors=1, rest=info((32, 0))), "the shape of 'x'"),
     ("2^64 values", numbers(tensors=1, rest=info((1 << 32, 1 << 32))), "the shape of 'x'"),
     ("half a block", numbers(tensors=1, rest=info((33,), kind=8)), "the shape of 'x'"),
@@ -311,6 +313,19 @@ def test_a_gguf_is_refused(tmp_path: Path, data: bytes, what: str) -> None:
     with pytest.raises(ConversionError) as caught:
         reader.read(path)
     assert caught.value.what == what
+
+
+@pytest.mark.parametrize("alignment", [1, 4, 1 << 21])
+def test_every_alignment_is_read(tmp_path: Path, alignment: int) -> None:
+    """As llama.cpp does: any power of two. A tensor without dimensions is one number there."""
+    path, aligned = tmp_path / "model.gguf", field(4, struct.pack("<I", alignment), "general.alignment")
+    head = numbers(tensors=2, fields=1, rest=aligned + info(()) + info((2,), offset=max(4, alignment), name="y"))
+    start = -(-len(head) // alignment) * alignment
+    with path.open("wb") as file:
+        file.write(head)
+        file.truncate(start + max(4, alignment) + 8)
+    tensors = reader.read(path).tensors.values()
+    assert [(one.shape, one.offset) for one in tensors] == [((1,), start), ((2,), start + max(4, alignment))]
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
