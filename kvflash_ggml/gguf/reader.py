@@ -6,6 +6,7 @@ costs no memory, and ends with a ConversionError.
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
@@ -102,6 +103,7 @@ _MAX_TENSOR_NAME = 64
 _MAX_DIMS = 4
 _MAX_COUNT = 1 << 48
 _REMEDY = "Fetch the file again, or convert it anew."
+_OTHER_TYPE = "Fetch another quantisation of the model, or convert it anew."
 _SHARD = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 
 
@@ -326,11 +328,9 @@ class _Reader:
         number, offset = self._number("I"), self._number("Q")
         kind = types.BY_ID.get(number)
         if kind is None:
-            raise self._refusal(f"the type of {name!r}", number, "a type of ggml")
-        count = 1
-        for length in shape:
-            count *= length
-        if not 0 < count < _MAX_COUNT or shape[0] % kind.block:
+            found = f"{number} ({types.REMOVED[number]})" if number in types.REMOVED else number
+            raise self._refusal(f"the type of {name!r}", found, "a type that this version of ggml has", _OTHER_TYPE)
+        if not 0 < math.prod(shape) < _MAX_COUNT or shape[0] % kind.block:
             raise self._refusal(f"the shape of {name!r}", shape, f"rows of whole blocks of {kind.block}")
         return Tensor(name, kind, shape, offset)
 
@@ -387,5 +387,5 @@ class _Reader:
             raise self._refusal(what, f"{size} bytes at {self._at}", f"within the file's {self._size}")
         self._at += size
 
-    def _refusal(self, what: str, found: object, wanted: str) -> ConversionError:
-        return ConversionError(self._name, what, found=found, wanted=wanted, remedy=_REMEDY)
+    def _refusal(self, what: str, found: object, wanted: str, remedy: str = _REMEDY) -> ConversionError:
+        return ConversionError(self._name, what, found=found, wanted=wanted, remedy=remedy)

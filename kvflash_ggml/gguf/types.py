@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -43,12 +44,12 @@ _TYPES = [
 BY_ID = {kind.id: kind for kind in _TYPES}
 BY_NAME = {kind.name: kind for kind in _TYPES}
 
+REMOVED = {31: "q4_0_4_4", 32: "q4_0_4_8", 33: "q4_0_8_8", 36: "iq4_nl_4_4", 37: "iq4_nl_4_8", 38: "iq4_nl_8_8"}
+"""Types that ggml had once."""
+
 FLOATS = {"f32", "f16", "bf16"}
 
 
 def nbytes(kind: TensorType, shape: tuple[int, ...]) -> int:
     """Return the bytes of a tensor. shape: the length of a row first; a row must be whole blocks."""
-    count = 1
-    for length in shape:
-        count *= length
-    return count // kind.block * kind.size
+    return math.prod(shape) // kind.block * kind.size

@@ -315,6 +315,14 @@ def test_a_gguf_is_refused(tmp_path: Path, data: bytes, what: str) -> None:
     assert caught.value.what == what
 
 
+@pytest.mark.parametrize(("kind", "named"), [(31, r"31 \(q4_0_4_4\)"), (77, "77")])
+def test_an_unknown_type_asks_for_another_quantisation(tmp_path: Path, kind: int, named: str) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(numbers(tensors=1, rest=info(kind=kind)))
+    with pytest.raises(ConversionError, match=rf"the type of 'x' is {named}; .* Fetch another quantisation"):
+        reader.read(path)
+
+
 @pytest.mark.parametrize("alignment", [1, 4, 1 << 21])
 def test_every_alignment_is_read(tmp_path: Path, alignment: int) -> None:
     """As llama.cpp does: any power of two. A tensor without dimensions is one number there."""
