@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 from contextlib import ExitStack
@@ -40,6 +41,18 @@ BLOCK = 8
 
 
 # --- one block, and the same in numpy
+
+
+def test_types_of_tensors_are_ggmls() -> None:
+    lib = llama_cpp.llama_cpp._lib
+    lib.ggml_type_size.restype = ctypes.c_size_t
+    sizes = {number: (lib.ggml_blck_size(number), lib.ggml_type_size(number)) for number in range(43)}
+    there = {number: size for number, size in sizes.items() if all(size)}
+    activations = {llama_cpp.GGML_TYPE_Q8_1, llama_cpp.GGML_TYPE_Q8_K}
+    assert {kind.id: (kind.block, kind.size) for kind in types.BY_ID.values()} == {
+        number: size for number, size in there.items() if number not in activations
+    }
+    assert types.REMOVED.keys() <= sizes.keys() - there.keys()
 
 
 def normed(x: Array, weight: Array) -> Array:

@@ -24,6 +24,10 @@ def test_bf16_is_the_nearest_and_ties_go_to_the_even_one(bits: int, rounded: int
     assert made.view(np.uint16).item() == rounded
 
 
+def test_q2_0_is_known() -> None:
+    assert types.nbytes(types.BY_ID[42], (128, 3)) == types.nbytes(types.BY_NAME["q2_0"], (128, 3)) == 3 * 2 * 18
+
+
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
 def test_plain_types_come_back(kind: str) -> None:
     values = np.array([[0.5, -3.0, 0.0, 96.0]], np.float32)

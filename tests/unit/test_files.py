@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from kvflash_ggml.cli.model import in_words
 from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.files import check_writable, replacing, write_atomically
 
@@ -41,6 +44,20 @@ def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as raised:
         write_atomically(tmp_path / "missing" / "file.html", "text")
     assert raised.value.filename == str(tmp_path / "missing" / "file.html")
+
+
+@pytest.mark.parametrize(
+    ("number", "helps"),
+    [
+        (errno.EFBIG, r"File too large\. Files there have a largest size: .* \(ulimit -f\)\."),
+        (errno.ENOSPC, r"No space left on device\. Make room there\."),
+    ],
+)
+def test_a_file_that_takes_no_more_is_named_with_what_helps(tmp_path: Path, number: int, helps: str) -> None:
+    with pytest.raises(OSError, match=os.strerror(number)) as raised, replacing(tmp_path / "file"):
+        raise OSError(number, os.strerror(number))
+    assert re.fullmatch(f"{re.escape(str(tmp_path / 'file'))}: {helps}", in_words(raised.value))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("sync", [True, False])
