@@ -28,7 +28,7 @@ from .main import Verbs
 from .model import plain_errors
 from .report import row, tell
 from .sections import HELP, collected, json_option
-from .terminal import Progress, busy, note, size_text, stderr_is_terminal
+from .terminal import Progress, busy, note, size_text, stderr_is_terminal, unwinding
 
 _SECONDS = 3600
 _TOLERATED = 0.05
@@ -133,7 +133,8 @@ def working(doing: str, *, quiet: bool) -> Iterator[logs.Progress]:
 
 
 @click.group(cls=Verbs, context_settings=HELP)
-def convert() -> None:
+@click.pass_context
+def convert(ctx: click.Context) -> None:
     """Make GGUF files of drafters and models, and check them.
 
     \b
@@ -148,6 +149,7 @@ def convert() -> None:
     A file is written as a whole or not at all. What cannot work is refused with what was found, what was
     wanted, and what helps; the exit code is 1 then.
     """
+    ctx.with_resource(unwinding())
 
 
 @convert.command(context_settings=HELP)

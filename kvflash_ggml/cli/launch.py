@@ -24,10 +24,9 @@ from typing import Any, TextIO
 
 import click
 
-from .. import system
 from ..constants import POOL_STEP, round_up
 from .sections import HELP
-from .terminal import note
+from .terminal import note, unwinding
 
 _SECONDS = 10
 """To wait for a server that should be there."""
@@ -308,21 +307,18 @@ def _server(model: Path, key: str, port: int | None) -> Iterator[str]:
         line, stderr=subprocess.PIPE, text=True, env={**os.environ, **keys}, start_new_session=True
     )
     assert process.stderr is not None
-    ends = system.END_SIGNALS  # which would leave the server, and all its memory, behind
-    before = [signal.signal(number, lambda number, frame: sys.exit(128 + number)) for number in ends]
-    try:
-        for said in process.stderr:
-            if found := re.search(r"serving .* at (http://\S+)", said):
-                threading.Thread(target=_drop, args=(process.stderr,), daemon=True).start()
-                yield found[1]
-                return
-            note(said.rstrip("\n"))
-        raise click.ClickException(f"the server has ended with {process.wait()}")
-    finally:
-        process.terminate()
-        process.wait()
-        for number, handler in zip(ends, before, strict=True):
-            signal.signal(number, handler)
+    with unwinding():  # the server, and all its memory, would be left behind
+        try:
+            for said in process.stderr:
+                if found := re.search(r"serving .* at (http://\S+)", said):
+                    threading.Thread(target=_drop, args=(process.stderr,), daemon=True).start()
+                    yield found[1]
+                    return
+                note(said.rstrip("\n"))
+            raise click.ClickException(f"the server has ended with {process.wait()}")
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def _drop(lines: TextIO) -> None:

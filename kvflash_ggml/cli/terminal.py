@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +18,22 @@ _REDRAW_S = 0.1
 _ERASE = "\r\x1b[K"
 _SAMPLES = 4  # of a reading's time, before it is told
 _LONG_S = 30.0  # a reading that takes longer names the option that is faster
+
+
+@contextmanager
+def unwinding() -> Iterator[None]:
+    """Raise SystemExit at a signal that ends a program, so that nothing is left behind. From the main thread.
+
+    A signal that is ignored stays so: that is what nohup asks for.
+    """
+    ours = [number for number in system.END_SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _is_terminal(stream: TextIO | None) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import signal
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -49,6 +52,28 @@ def test_a_file_has_a_name_of_its_own(tmp_path: Path, target: Path, monkeypatch:
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr.startswith("written to drafter-f16.gguf, ")
     assert (tmp_path / "drafter-f16.gguf").is_file()
+
+
+@pytest.mark.parametrize(("sent", "before"), [("SIGTERM", "DFL"), ("SIGHUP", "DFL"), ("SIGHUP", "IGN")])
+def test_a_signal_leaves_no_half_file(tmp_path: Path, drafter: Path, sent: str, before: str) -> None:
+    """One that is ignored, as nohup does, changes nothing."""
+    script = f"""
+import signal, sys
+from kvflash_ggml.cli.convert import convert
+from kvflash_ggml.gguf import encoding
+
+def stopped(*given, encode=encoding.encode):
+    signal.raise_signal(signal.{sent})
+    return encode(*given)
+
+encoding.encode = stopped
+signal.signal(signal.{sent}, signal.SIG_{before})
+convert(sys.argv[1:])
+"""
+    there, out = {*tmp_path.iterdir()}, tmp_path / "small.gguf"
+    done = subprocess.run([sys.executable, "-c", script, "quantize", "-q", drafter, out], check=False)
+    code, made = (0, {out}) if before == "IGN" else (128 + signal.Signals[sent], set())
+    assert (done.returncode, {*tmp_path.iterdir()} - there) == (code, made)
 
 
 def test_a_refusal_says_what_was_found_and_wanted_and_helps(tmp_path: Path, target: Path) -> None:
