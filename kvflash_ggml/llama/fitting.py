@@ -151,7 +151,7 @@ def without_loading(
     asked = parameters.read(keywords, parameters.defaults)
     if asked.fit is not None and limits is not None:
         asked = replace(asked, fit=replace(asked.fit, free=limits.free, margin=limits.margin))
-    asked.check_file(Path(path))
+    asked.check_files(Path(path))
     check_full_cache(path, asked)
     endpoints = remote.find_all(asked.rpc, trust=asked.rpc_trust)
     free = {} if asked.fit is None else asked.fit.free

@@ -155,12 +155,7 @@ class Llama(llama_cpp.Llama):
         self._saver = Saver(self._at_hand)
         model_path = os.fspath(model_path)
         request = parameters.read(dict(keywords), parameters.defaults)
-        request.check_file(Path(model_path))
-        upstream = request.upstream
-        if (adapter := upstream.get("lora_path")) is not None:
-            from . import adapters  # here: few models have one
-
-            adapters.check(adapter, upstream.get("lora_scale", 1.0), Path(model_path))
+        request.check_files(Path(model_path))
         self._at_hand.progress = request.progress
         self._opening = Opening(model_path, request, installed=llama_cpp.Llama is Llama)
         try:

@@ -80,10 +80,14 @@ class ModelRequest:
         n_ctx = self.upstream.get("n_ctx") or 0
         return self.config is None and n_ctx > LONG and not self.upstream.get("vocab_only")
 
-    def check_file(self, path: Path) -> None:
-        """Raise what `purpose.check_model` does for this file and these keywords."""
+    def check_files(self, path: Path) -> None:
+        """Raise what `purpose.check_model` does for this file and these keywords, and `adapters.check` for a LoRA."""
         vocab_only, overrides = (self.upstream.get(name) for name in ("vocab_only", "kv_overrides"))
         purpose.check_model(path, vocab_only=bool(vocab_only), overrides=overrides)
+        if (adapter := self.upstream.get("lora_path")) is not None:
+            from . import adapters  # here: few models have one
+
+            adapters.check(adapter, self.upstream.get("lora_scale", 1.0), path)
 
 
 def read(keywords: dict[str, Any], below: dict[str, Any]) -> ModelRequest:

@@ -362,6 +362,9 @@ def test_an_adapter_that_is_none(pool: int | None, llama: Any, models: dict[str,
             ConfigError, match=f"LoRA adapter from lora path: {path}: it is not there, or no adapter of"
         ):
             llama(kvflash=pool, lora_path=path)
+        if path != str(models["small"]):  # a model is refused by llama.cpp, which no placement asks
+            with pytest.raises(ConfigError, match=f"LoRA adapter from lora path: {path}: it is not there"):
+                without_loading(str(models["small"]), {"kvflash": pool, "lora_path": path})
     with pytest.raises(ConfigError, match="lora_scale=nan: a finite number"):
         llama(kvflash=pool, lora_path=str(models["small"]), lora_scale=float("nan"))
     assert llama(kvflash=pool).n_ctx() == 1024
