@@ -232,7 +232,7 @@ class DraftCosts:
 
     unread: tokens of a prompt that it reads before it proposes. pace: seconds that each of these took last. failed:
     proposals in vain, in a row. resting: steps until it is considered again, and why. idle_steps: steps
-    since it proposed. unsure: it was timed once, which may have built graphs.
+    since it proposed.
     """
 
     def __init__(self, serial: bool, hope: float) -> None:
@@ -240,7 +240,6 @@ class DraftCosts:
         self.serial = serial
         self.unread, self.pace = 0, 0.0
         self.failed = self.resting = self.idle_steps = 0
-        self.unsure = False
         self.why = ""
         self._counts: deque[int] = deque(maxlen=SAMPLES)
         self._times: dict[int, deque[float]] = {}  # by tokens if it is serial, else all at 0
@@ -254,9 +253,8 @@ class DraftCosts:
         if self.unread:
             self.pace = seconds / self.unread
         elif count or not self.serial:
-            self.unsure = not self._known
             at = count if self.serial else 0
-            if self.unsure:
+            if not self._known:
                 self._known[at] = seconds
                 return
             if not self._times:
@@ -264,6 +262,13 @@ class DraftCosts:
             times = self._times.setdefault(at, deque(maxlen=SAMPLES))
             times.append(seconds)
             self._known[at] = median(times)
+
+    @property
+    def unsure(self) -> bool:
+        """Whether it has proposed too few times to be judged. The first proposal may have built graphs. A few short
+        drafts of one that is serial are cheap, and two or three say little of its acceptance.
+        """
+        return len(self._counts) < (SAMPLES if self.serial else 2)
 
     def rest(self, steps: int) -> None:
         """Note steps, whoever drafted for them."""

@@ -209,13 +209,12 @@ class Controller(Controls):
             if self._extra(self._widths[0], drafter.seconds(limit)) > self._left():
                 why_not = SPENT
         else:
-            best = self._best(self._average(drafter), self._widths, drafter.seconds)
+            left = self._left()
+            # One draft of seven tokens took nearly all of the budget. If it was wrong, an answer had no others.
+            risk = left / 2 if drafter.serial and drafter.unsure else left
+            best = self._best(self._average(drafter), self._widths, drafter.seconds, risk)
             shortest = self._widths[0] - 1
-            if (
-                best.rows == 1
-                and drafter.unsure
-                and self._extra(shortest + 1, drafter.seconds(shortest)) <= self._left()
-            ):
+            if best.rows == 1 and drafter.unsure and self._extra(shortest + 1, drafter.seconds(shortest)) <= left:
                 limit = shortest
             elif best.rows == 1:
                 why_not = SPENT if best.short else f"{source} costs more than it wins"
@@ -362,15 +361,20 @@ class Controller(Controls):
         return bool(drafter.unread) and self._extra(self._widths[0], drafter.unread * drafter.pace) > self._left()
 
     def _best(
-        self, tokens: Shares, widths: Collection[int], drafting: Callable[[int], float] = lambda count: 0.0
+        self,
+        tokens: Shares,
+        widths: Collection[int],
+        drafting: Callable[[int], float] = lambda count: 0.0,
+        left: float | None = None,
     ) -> _Choice:
         """Return the rows that win most tokens a second, of the numbers that the budget allows; 1 for a plain step.
 
-        tokens: gain of a step of 1, 2 ... rows. drafting: seconds to draft a number of tokens.
+        tokens: gain of a step of 1, 2 ... rows. drafting: seconds to draft a number of tokens. left: seconds that the
+        step may cost beyond a plain one, by default all that the budget allows.
         """
         change = self._times.switch / max(1.0, self._stay)
         rates = {1: 1 / (self._time(1) + (change if self._rows > 1 else 0.0))}
-        left, too_dear, most_tried = self._left(), 0.0, self._most_tried()
+        left, too_dear, most_tried = self._left() if left is None else left, 0.0, self._most_tried()
         for rows in widths:
             if rows <= most_tried and not self._holds(rows):
                 seconds = self._time(rows) + drafting(rows - 1) + (change if rows != self._rows else 0.0)
