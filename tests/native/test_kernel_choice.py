@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 from vendoring.build import NATIVE, upstream_llama
 from vendoring.source import LLAMA, pristine_tree
@@ -136,15 +137,105 @@ extern "C" bool narrow(int type, int cc, int64_t rows, int64_t sequences, bool w
 
 
 def test_a_warp_holds_several_columns() -> None:
-    """The grid has a warp for each four columns of 128. That the bits stay was compared on a GPU, of all outputs."""
+    """Eight lanes hold a column of 128, and the grid follows. That values stay within rounding was seen on a GPU."""
     code = (upstream_llama() / CUDA / "gated_delta_net.cu").read_text(encoding="utf-8")
-    assert "gated_delta_net_cuda<128, KDA, keep_rs_t, wide>" in code
-    assert "num_cols  = num_warps * (S_v == 128 ? wide : 1);" in code
-    assert "(S_v + num_cols - 1) / num_cols" in code
+    assert "return S_v == 128 ? 8 : warp_size < S_v ? warp_size : S_v;" in code
+    assert "S_v / (num_warps * (block_dims.x / gated_delta_net_lanes(S_v, warp_size)))" in code
 
 
 def test_a_warp_fetches_the_next_token() -> None:
-    """The next token's rows are asked for before this one is computed; the bits were compared as above."""
+    """The rows of the next two tokens are asked for before this one is computed."""
     code = (upstream_llama() / CUDA / "gated_delta_net.cu").read_text(encoding="utf-8")
-    loop = code[code.index("for (int t = 0; t < n_tokens; t++)") :]
-    assert loop.index("fetch(t + 1)") < loop.index("warp_reduce_sum")
+    assert "constexpr int ahead = 2;" in code
+    assert code.index("fetch(0, 0);\n    fetch(1, 1);") < code.index("warp_reduce_sum") < code.index("fetch(t + ahead")
+
+
+def test_prompts_fill_columns_with_tokens() -> None:
+    """That values stay within rounding was seen on a GPU, as for the next test."""
+    code = (upstream_llama() / CUDA / "fattn.cu").read_text(encoding="utf-8")
+    rule = code.index("Q->ne[1] >= 64 && gqa_ratio > 4 && gqa_ratio % 8 != 0")
+    assert rule < code.index("if (use_gqa_opt && gqa_ratio > 4) {")
+
+
+def test_prompts_on_hopper_take_wide_columns() -> None:
+    folder = upstream_llama() / CUDA
+    code = (folder / "fattn.cu").read_text(encoding="utf-8")
+    wide = code.index("_case<DKQ, DV, 128/ncols2, ncols2>")
+    assert code.rindex("ggml_cuda_highest_compiled_arch(cc) == GGML_CUDA_CC_HOPPER", 0, wide)
+    instances = folder / "template-instances" / "fattn-mma-f16-instance-ncols1_64-ncols2_1.cu"
+    for head in (128, 256):
+        for heads in (2, 4, 8):
+            case = f"DECL_FATTN_MMA_F16_CASE({head}, {head}, {128 // heads}, {heads})"
+            assert case in instances.read_text("utf-8")
+            assert f"extern {case}" in (folder / "fattn-mma-f16.cuh").read_text("utf-8")
+
+
+HALVES = """
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+struct half {
+    uint16_t bits;
+    operator float() const {
+        const int power = bits >> 10 & 31, rest = bits & 1023;
+        const float value = power ? __builtin_ldexpf(1024 + rest, power - 25) : __builtin_ldexpf(rest, -24);
+        return bits & 0x8000 ? -value : value;
+    }
+};
+struct half2 { half low, high; };
+inline float __low2float(half2 two) { return two.low; }
+inline float __high2float(half2 two) { return two.high; }
+"""
+
+
+def test_weights_are_converted_by_eight(tmp_path: Path) -> None:
+    """The functions of CUDA's kernels, compiled for a CPU, give the values of package gguf."""
+    code = (upstream_llama() / CUDA / "convert.cu").read_text(encoding="utf-8")
+    scales = (upstream_llama() / CUDA / "dequantize.cuh").read_text(encoding="utf-8")
+    found = [
+        *re.findall(r"^static inline __device__ void get_scale_min_k4.*?^}", scales, re.DOTALL | re.MULTILINE),
+        *re.findall(
+            r"^(?:template<typename block_t>[^\n]*\n)?static __device__ __forceinline__ void dequantize_8\(.*?^}",
+            code,
+            re.DOTALL | re.MULTILINE,
+        ),
+    ]
+    assert len(found) == 3
+    types = {Type.Q4_K: "block_q4_K", Type.Q5_K: "block_q5_K", Type.Q6_K: "block_q6_K"}
+    (tmp_path / "cuda_fp16.h").write_text(HALVES)
+    (tmp_path / "eight.cpp").write_text(
+        "#define GGML_COMMON_DECL_CUDA\n#define __device__\n#define __forceinline__\n"
+        '#include "ggml-common.h"\n'
+        "template <int n, int = 0> void ggml_cuda_memcpy_1(void * to, const void * from) { memcpy(to, from, n); }\n"
+        + "\n".join(found)
+        + "\n".join(
+            f'\nextern "C" void of_{name}(const {name} * x, int blocks, float * y) {{\n'
+            f"    for (int i = 0; i < 32 * blocks; i++) dequantize_8(x[i / 32], i % 32, y + 8 * i);\n}}"
+            for name in types.values()
+        )
+    )
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    headers = [f"-I{tmp_path}", f"-I{upstream_llama() / 'ggml/src'}"]
+    command = [compiler, "-std=c++17", "-w", "-shared", "-fPIC", *headers, "-o", tmp_path / "eight.so"]
+    subprocess.run([*command, tmp_path / "eight.cpp"], check=True)
+    eight = ctypes.CDLL(str(tmp_path / "eight.so"))
+    random = np.random.default_rng(0)
+    for type, name in types.items():
+        size = gguf.GGML_QUANT_SIZES[type][1]
+        blocks = random.integers(0, 256, (64, size), np.uint8)
+        where = slice(size - 2, size) if type == Type.Q6_K else slice(0, 4)
+        halves = random.standard_normal((64, (where.stop - where.start) // 2)).astype(np.float16)
+        blocks[:, where] = halves.view(np.uint8)
+        values = np.empty((64, 256), np.float32)
+        getattr(eight, f"of_{name}")(blocks.ctypes.data_as(ctypes.c_void_p), 64, values.ctypes.data_as(ctypes.c_void_p))
+        np.testing.assert_allclose(values, gguf.quants.dequantize(blocks, type), rtol=1e-6, atol=1e-6)
+
+
+def test_gates_are_computed_by_four() -> None:
+    """The same bits as one by one, which was seen on a GPU."""
+    code = (upstream_llama() / CUDA / "unary.cu").read_text(encoding="utf-8")
+    four = code.index("ggml_cuda_kernel_launch(unary_gated_op_kernel_4<op, T>")
+    assert code.rindex("if (n % 4 == 0 && o0 % 4 == 0 && o1 % 4 == 0 &&", 0, four)
+    assert four < code.index("ggml_cuda_kernel_launch(unary_gated_op_kernel<op, T>")
