@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -109,7 +109,7 @@ async def rerank(front: Front, http: HttpRequest, asked: RerankRequest) -> Respo
     embedder = _embedder(front, ranks=True)
     scores, count = [], 0
     read = partial(_pair, front, embedder, asked.query, where=where)
-    for pair in await _read(front, http, embedder, documents, read, where):
+    async for pair in _read(front, http, embedder, documents, read, where):
         found = await _one(front, http, embedder, pair)
         scores.append(float(found.values[0]))
         count += found.tokens
@@ -172,7 +172,7 @@ async def _embedded(
     embedder = _embedder(front, ranks=False)
     found, count = [], 0
     read, most = partial(prompt_tokens, front, where=where), embedder.most if cut else None
-    for tokens in await _read(front, http, embedder, texts, read, where, most):
+    async for tokens in _read(front, http, embedder, texts, read, where, most):
         one = await _one(front, http, embedder, tokens)
         if dimensions is not None and dimensions > len(one.values):
             raise invalid("dimensions", f"{dimensions}, and this model has {len(one.values)}: ask for no more")
@@ -190,21 +190,25 @@ async def _read(
     read: Callable[[Any], list[int]],
     where: str,
     most: int | None = None,
-) -> list[Int32s]:
-    """Return the tokens of all texts. ApiError if one is empty or too long: nothing has been computed yet.
+) -> AsyncIterator[Int32s]:
+    """Yield the tokens of each text. ApiError before the first one if any is empty or too long.
 
     read: makes the tokens of one. where: the field that has the texts. most: cut each to so many tokens.
     """
-    found = []
-    for text in texts:
+
+    async def tokens_of(text: Any) -> Int32s:
         await _check_there(http)
         tokens = (await front.work(http, read, text))[:most]
         if not tokens:
             raise invalid(where, "a text is empty")
         with blaming(where):
             embedder.check(len(tokens))
-        found.append(np.array(tokens, np.int32))
-    return found
+        return np.array(tokens, np.int32)
+
+    for text in texts if len(texts) > 1 else ():
+        await tokens_of(text)  # and not kept: a query is in each of 2,048 pairs
+    for text in texts:
+        yield await tokens_of(text)
 
 
 async def _one(front: Front, http: HttpRequest, embedder: Embedder, tokens: Int32s) -> Embedded:

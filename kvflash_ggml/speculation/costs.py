@@ -265,10 +265,11 @@ class DraftCosts:
 
     @property
     def unsure(self) -> bool:
-        """Whether it has proposed too few times to be judged. The first proposal may have built graphs. A few short
-        drafts of one that is serial are cheap, and two or three say little of its acceptance.
+        """Whether it has proposed too few times to be judged: until the second time is known, since the first proposal
+        may have built graphs. A few short drafts of one that is serial are cheap, and two or three say little of its
+        acceptance.
         """
-        return len(self._counts) < (SAMPLES if self.serial else 2)
+        return len(self._counts) < SAMPLES if self.serial else not self._times
 
     def rest(self, steps: int) -> None:
         """Note steps, whoever drafted for them."""

@@ -161,13 +161,20 @@ def test_prompts_on_hopper_take_wide_columns() -> None:
     folder = upstream_llama() / CUDA
     code = (folder / "fattn.cu").read_text(encoding="utf-8")
     wide = code.index("_case<DKQ, DV, 128/ncols2, ncols2>")
-    assert code.rindex("ggml_cuda_highest_compiled_arch(cc) == GGML_CUDA_CC_HOPPER", 0, wide)
+    assert code.rindex("cc == GGML_CUDA_CC_HOPPER && ggml_cuda_highest_compiled_arch(cc) == cc", 0, wide)
     instances = folder / "template-instances" / "fattn-mma-f16-instance-ncols1_64-ncols2_1.cu"
     for head in (128, 256):
         for heads in (2, 4, 8):
             case = f"DECL_FATTN_MMA_F16_CASE({head}, {head}, {128 // heads}, {heads})"
             assert case in instances.read_text("utf-8")
             assert f"extern {case}" in (folder / "fattn-mma-f16.cuh").read_text("utf-8")
+
+
+def test_no_row_behind_the_mask_is_read() -> None:
+    code = (upstream_llama() / CUDA / "fattn-common.cuh").read_text(encoding="utf-8")
+    kernel = code[code.index("void flash_attn_mask_to_KV_max(") :]
+    assert kernel.index("min(jt*ncols1 + j, ne01 - 1)") < kernel.index("mask[row*s31 + KV_max_sj/2 + tid]")
+    assert "KV_max.ptr, int(Q->ne[1]), iter_k, s31, s33);" in code
 
 
 HALVES = """
@@ -204,7 +211,7 @@ def test_weights_are_converted_by_eight(tmp_path: Path) -> None:
     types = {Type.Q4_K: "block_q4_K", Type.Q5_K: "block_q5_K", Type.Q6_K: "block_q6_K"}
     (tmp_path / "cuda_fp16.h").write_text(HALVES)
     (tmp_path / "eight.cpp").write_text(
-        "#define GGML_COMMON_DECL_CUDA\n#define __device__\n#define __forceinline__\n"
+        "#define GGML_COMMON_DECL_CUDA\n#define __device__\n#define __forceinline__\n#define __align__(n) alignas(n)\n"
         '#include "ggml-common.h"\n'
         "template <int n, int = 0> void ggml_cuda_memcpy_1(void * to, const void * from) { memcpy(to, from, n); }\n"
         + "\n".join(found)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from kvflash_ggml.speculation.costs import CREDIT, EARNED, EPS, StepTimes
+from kvflash_ggml.speculation.costs import CREDIT, EARNED, EPS, DraftCosts, StepTimes
 from kvflash_ggml.speculation.decision import CLIMB, HOLD, WIDTHS, Controller, Controls, Fixed
 from kvflash_ggml.speculation.draft import Draft, chain
 
@@ -422,6 +422,19 @@ def test_a_few_wrong_drafts_at_first_do_not_end_them(
         for drafts in (width - 1 for width in WIDTHS[1:])
     )
     assert np.mean(speedups_of_pool_drafts(share, monkeypatch, **costs, tokens=512)) > 0.9 * best
+
+
+def test_a_first_proposal_that_reads_a_prompt_is_not_the_one_that_is_judged() -> None:
+    """The next one built graphs. It was believed, and the drafter was asked once in a hundred steps, or never."""
+    head = DraftCosts(serial=False, hope=0.9)
+    head.unread = 200
+    head.record(3, 1.0)
+    head.unread = 0
+    head.record(3, 2.6)
+    assert head.unsure
+    head.record(3, 0.1)
+    assert not head.unsure
+    assert head.seconds(3) == 0.1
 
 
 def test_says_what_it_won() -> None:
