@@ -188,7 +188,8 @@ def test_a_server_of_its_own_does_not_stay(end: str, url: str, programs: Path) -
     server.write_text(f'#!/bin/sh\necho $$ > "$0.said"\necho "serving mine at {url}" >&2\nexec sleep 60\n')
     server.chmod(0o755)
     (programs / "claude").write_text(f"#!/bin/sh\nsleep 1\nkill -{end} $PPID\nexec sleep 60\n")
-    code = f"import sys; sys.executable = {str(server)!r}; from kvflash_ggml.cli import main; main()"
+    as_usual = f"import signal; signal.signal(signal.SIG{end}, signal.SIG_DFL)"  # these tests may run under nohup
+    code = f"{as_usual}; import sys; sys.executable = {str(server)!r}; from kvflash_ggml.cli import main; main()"
     line = [sys.executable, "-c", code, "launch", "--api-key", "secret", "-m", str(server), "claude"]
     ended = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 128 + getattr(signal, f"SIG{end}"), ended.stderr
