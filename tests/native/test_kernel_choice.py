@@ -24,11 +24,18 @@ MAX_ROWS = {Type.Q4_K: 5, Type.Q5_K: 6, Type.Q6_K: 7, Type.Q8_0: 8}
 CUDA = Path("ggml/src/ggml-cuda")
 
 
-def compiled(llama: Path, folder: Path, function: str, file: str | Path, callers: str) -> Path:
-    """A library of one function of ggml's CUDA backend, and of what calls it."""
+def library_of(source: Path, *flags: str) -> Path:
+    """A source of C++, compiled beside it for the CPU."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
+    library = source.with_suffix(".so")
+    subprocess.run([compiler, "-shared", "-fPIC", *flags, "-o", library, source], check=True)
+    return library
+
+
+def compiled(llama: Path, folder: Path, function: str, file: str | Path, callers: str) -> Path:
+    """A library of one function of ggml's CUDA backend, and of what calls it."""
     defined = [
         line
         for header in (llama / CUDA / "common.cuh", llama / CUDA / "mmvq.cuh", NATIVE / "kvf_narrow.cuh")
@@ -38,14 +45,11 @@ def compiled(llama: Path, folder: Path, function: str, file: str | Path, callers
     code = (llama / CUDA / file).read_text(encoding="utf-8")
     found = re.search(rf"^(static )?bool {function}\(.*?^\}}", code, re.DOTALL | re.MULTILINE)
     assert found, "upstream moved the function: read its new form, and mend this test"
-    source, library = folder / "choice.cpp", folder / "choice.so"
+    source = folder / "choice.cpp"
     headers = ["#include <cstdlib>", "#include <cstring>", '#include "ggml.h"']
     source.write_text("\n".join([*headers, *defined, found[0], callers]))
     own = "-Wl,-Bsymbolic"  # the stand-ins below, not the functions of a library that is loaded here
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", own, f"-I{llama / 'ggml/include'}", "-o", library, source], check=True
-    )
-    return library
+    return library_of(source, own, f"-I{llama / 'ggml/include'}")
 
 
 def max_rows(llama: Path, folder: Path) -> dict[Type, int]:
@@ -210,7 +214,7 @@ def test_weights_are_converted_by_eight(tmp_path: Path) -> None:
     assert len(found) == 3
     types = {Type.Q4_K: "block_q4_K", Type.Q5_K: "block_q5_K", Type.Q6_K: "block_q6_K"}
     (tmp_path / "cuda_fp16.h").write_text(HALVES)
-    (tmp_path / "eight.cpp").write_text(
+    (source := tmp_path / "eight.cpp").write_text(
         "#define GGML_COMMON_DECL_CUDA\n#define __device__\n#define __forceinline__\n#define __align__(n) alignas(n)\n"
         '#include "ggml-common.h"\n'
         "template <int n, int = 0> void ggml_cuda_memcpy_1(void * to, const void * from) { memcpy(to, from, n); }\n"
@@ -221,13 +225,8 @@ def test_weights_are_converted_by_eight(tmp_path: Path) -> None:
             for name in types.values()
         )
     )
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    headers = [f"-I{tmp_path}", f"-I{upstream_llama() / 'ggml/src'}"]
-    command = [compiler, "-std=c++17", "-w", "-shared", "-fPIC", *headers, "-o", tmp_path / "eight.so"]
-    subprocess.run([*command, tmp_path / "eight.cpp"], check=True)
-    eight = ctypes.CDLL(str(tmp_path / "eight.so"))
+    headers = (f"-I{tmp_path}", f"-I{upstream_llama() / 'ggml/src'}")
+    eight = ctypes.CDLL(str(library_of(source, "-std=c++17", "-w", *headers)))
     random = np.random.default_rng(0)
     for type, name in types.items():
         size = gguf.GGML_QUANT_SIZES[type][1]
