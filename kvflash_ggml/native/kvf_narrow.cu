@@ -2,12 +2,11 @@
 //
 // A warp computes 16 rows with up to four groups of 8 columns. Its lanes load the weights from where they lie, in the order in
 // which an mma wants them: the order of the 32 values of a sub-block is free, as long as weights and columns agree on it. They
-// are unpacked once for all groups. Four warps of a block share 16 rows, and take every fourth block of 256 values. A column's
-// sum does not depend on the other columns, and is rounded in an order that is written down, so a step has the same bits with
-// any number of rows that is computed here.
+// are unpacked once for all groups. A kernel before rounds the columns to 8 bits and lays them out in that order, so that
+// neighbouring lanes read neighbouring 16 bytes. Four warps of a block share 16 rows, and take every fourth block of 256 values.
+// A column's sum does not depend on the other columns, so a step has the same bits with any number of rows that is computed here.
 
 #include "kvf_narrow.cuh"
-#include "quantize.cuh"
 
 static constexpr int ROWS  = 16; // of a block, as an mma has them
 static constexpr int COLS  = 8;
@@ -24,9 +23,9 @@ static __device__ __forceinline__ float value(int sum) {
 
 static __device__ __forceinline__ void mma(int (&c)[4], const uint32_t (&a)[4], const uint2 b) {
 #ifdef AMPERE_MMA_AVAILABLE
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "r"(INT_AS_FLOAT));
 #else
     GGML_UNUSED_VARS(c, a, b);
     NO_DEVICE_CODE;
@@ -35,26 +34,102 @@ static __device__ __forceinline__ void mma(int (&c)[4], const uint32_t (&a)[4], 
 
 static __device__ __forceinline__ void mma(int (&c)[4], const uint32_t (&a)[2], const uint32_t b) {
 #ifdef AMPERE_MMA_AVAILABLE
-    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(b));
+    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b), "r"(INT_AS_FLOAT));
 #else
     GGML_UNUSED_VARS(c, a, b);
     NO_DEVICE_CODE;
 #endif // AMPERE_MMA_AVAILABLE
 }
 
-// Where the columns of a warp begin, and the last one there is, which stands in for those behind it.
-struct columns {
-    int first;
-    int last;
+static __device__ __forceinline__ void mma(float (&c)[4], const float (&a)[4], const float2 b) {
+#ifdef AMPERE_MMA_AVAILABLE
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+          "r"(__float_as_uint(b.x)), "r"(__float_as_uint(b.y)), "f"(0.0f));
+#else
+    GGML_UNUSED_VARS(c, a, b);
+    NO_DEVICE_CODE;
+#endif // AMPERE_MMA_AVAILABLE
+}
 
-    __device__ __forceinline__ int at(int group, int column) const { return min(first + COLS*group + column, last); }
+// Rounded to what an mma reads of a float.
+static __device__ __forceinline__ float tf32(float x) {
+    uint32_t bits = 0;
+#ifdef AMPERE_MMA_AVAILABLE
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+#else
+    GGML_UNUSED(x);
+    NO_DEVICE_CODE;
+#endif // AMPERE_MMA_AVAILABLE
+    return __uint_as_float(bits);
+}
+
+// 256 values of eight columns. Lane 4*c + p reads the values of column c that meet part p of the weights: four words, for two
+// sub-blocks of 32 weights or four of 16.
+struct eight {
+    uint32_t values[4][WARP_SIZE][4];
+    float    scales[COLS][8];  // of 32 values
+    float2   sums[COLS][4];    // of the rounded values of sub-blocks p and p + 4, for the minima: as the sums are rounded like the
+                               // values, an error of rounding meets a weight, and not the larger number above its minimum
 };
 
-// What a lane holds of 256 weights of rows g and g + 8, where g is lane/4; its part is lane%4. `add` adds their products with 128
-// values of the columns: it reads those of column g, and what columns 2*part and 2*part + 1 are scaled with, since it has their
+// A warp rounds 256 values of a column, a lane 8 of them. Columns that are not there stay as the memory was: nothing reads their
 // sums.
+template <bool sixteen>
+static __global__ void narrow_columns(const float * x, eight * y, const int nblocks, const int eights, const int64_t stride) {
+    ggml_cuda_pdl_sync();
+    const int i = blockIdx.x*WARPS + threadIdx.y;
+    const int col = blockIdx.y;
+    if (i >= nblocks) {
+        return;
+    }
+    const int k = threadIdx.x/4, part = threadIdx.x%4;
+    float v[8];
+    const float4 * from = (const float4 *) (x + col*stride + 256*i + 8*threadIdx.x);
+    *(float4 *) &v[0] = from[0];
+    *(float4 *) &v[4] = from[1];
+    uint32_t bits = 0; // of the largest, in an order in which NaN is larger than all numbers
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        bits = max(bits, __float_as_uint(v[j]) & 0x7FFFFFFF);
+    }
+    bits = max(bits, __shfl_xor_sync(0xFFFFFFFF, bits, 1));
+    bits = max(bits, __shfl_xor_sync(0xFFFFFFFF, bits, 2));
+    const float most    = __uint_as_float(bits);
+    const float scale   = most/127.0f;
+    const float inverse = most > 0.0f ? 127.0f/most : 0.0f;
+    uint32_t q[2] = {};
+    float sum = 0.0f; // exact: of small integers
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const int rounded = __float2int_rn(v[j]*inverse);
+        q[j/4] |= (rounded & 0xFF) << 8*(j%4);
+        sum += rounded;
+    }
+    eight & to = y[i*eights + col/COLS];
+    const int lane = 4*(col%COLS);
+    if (part == 0) {
+        to.scales[col%COLS][k] = scale;
+    }
+    if constexpr (sixteen) {
+        const int n = 2*k + part/2;
+        to.values[n/4][lane + 2*(part%2) + 0][n%4] = q[0];
+        to.values[n/4][lane + 2*(part%2) + 1][n%4] = q[1];
+    } else {
+        *(uint2 *) &to.values[k/2][lane + part][2*(k%2)] = make_uint2(q[0], q[1]);
+        sum = warp_reduce_sum<4>(sum);
+        if (part == 0) {
+            ((float *) &to.sums[col%COLS][k%4])[k/4] = tf32(scale*sum);
+        }
+    }
+    ggml_cuda_pdl_lc();
+}
+
+// What a lane holds of 256 weights of rows g and g + 8, where g is lane/4; its part is lane%4. `add` adds their products with the
+// columns: it reads its values of column g, and what columns 2*part and 2*part + 1 are scaled with, since it has their sums.
 template <ggml_type type> struct weights;
 
 template <typename block, bool fifth> struct weights_45 {
@@ -77,46 +152,61 @@ template <typename block, bool fifth> struct weights_45 {
         }
     }
 
-    template <int half, int groups>
-    __device__ __forceinline__ void add(float (&sums)[groups][4], const block_q8_1_mmq * y, const columns & cols, int part) const {
-        uint32_t scales[2], minima[2];
-        float2 d[2];
+    template <int groups>
+    __device__ __forceinline__ void add(float (&sums)[groups][4], const eight * y, int part) const {
+        float d[2], m[4];
+        uint32_t scales[2][2]; // of rows, and of sub-blocks 0 to 3 and 4 to 7
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const uint4 h = head[r];
-            d[r]      = __half22float2(*(const half2 *) &h.x);
-            scales[r] = half == 0 ? h.y & 0x3F3F3F3F : (h.w & 0x0F0F0F0F) | ((h.y >> 2) & 0x30303030);
-            minima[r] = half == 0 ? h.z & 0x3F3F3F3F : ((h.w >> 4) & 0x0F0F0F0F) | ((h.z >> 2) & 0x30303030);
+            const float2 both = __half22float2(*(const half2 *) &h.x);
+            d[r] = both.x;
+            scales[r][0] = h.y & 0x3F3F3F3F;
+            scales[r][1] = (h.w & 0x0F0F0F0F) | ((h.y >> 2) & 0x30303030);
+            const uint32_t minima[2] = {h.z & 0x3F3F3F3F, ((h.w >> 4) & 0x0F0F0F0F) | ((h.z >> 2) & 0x30303030)};
+            m[r + 0] = (float) ((minima[0] >> 8*part) & 0xFF);
+            m[r + 2] = (float) ((minima[1] >> 8*part) & 0xFF);
         }
-        uint32_t a[4][4];
-        float scale[4][2], min[4][2];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
+        for (int g = 0; g < groups; ++g) { // all minima at once
+            float c[4];
+            mma(c, m, y[g].sums[threadIdx.x/4][part]);
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const uint2 q = low[r][2*half + k/2];
-                a[k][r + 0] = (q.x >> 4*(k%2)) & 0x0F0F0F0F;
-                a[k][r + 2] = (q.y >> 4*(k%2)) & 0x0F0F0F0F;
-                if constexpr (fifth) {
-                    a[k][r + 0] |= ((high[r].x >> (4*half + k)) & 0x01010101) << 4;
-                    a[k][r + 2] |= ((high[r].y >> (4*half + k)) & 0x01010101) << 4;
-                }
-                scale[k][r] =  d[r].x * (float) ((scales[r] >> 8*k) & 0xFF);
-                min[k][r]   = -d[r].y * (float) ((minima[r] >> 8*k) & 0xFF);
+            for (int i = 0; i < 4; ++i) {
+                sums[g][i] = __fmaf_rn(-__high2float(*(const half2 *) &head[i/2].x), c[i], sums[g][i]);
             }
         }
 #pragma unroll
-        for (int g = 0; g < groups; ++g) {
-            const uint2 * values = (const uint2 *) y[cols.at(g, threadIdx.x/4)].qs + part;
-            const uint4   of[2]  = {*(const uint4 *) y[cols.at(g, 2*part)].ds4, *(const uint4 *) y[cols.at(g, 2*part + 1)].ds4};
+        for (int half = 0; half < 2; ++half) {
+            uint32_t a[4][4];
+            float scale[4][2];
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                int c[4] = {INT_AS_FLOAT, INT_AS_FLOAT, INT_AS_FLOAT, INT_AS_FLOAT};
-                mma(c, a[k], values[4*k]);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float2 e = __half22float2(((const half2 *) &of[i%2])[k]);
-                    sums[g][i] = __fmaf_rn(__fmul_rn(scale[k][i/2], e.x), value(c[i]), __fmaf_rn(min[k][i/2], e.y, sums[g][i]));
+                for (int r = 0; r < 2; ++r) {
+                    const uint2 q = low[r][2*half + k/2];
+                    a[k][r + 0] = (q.x >> 4*(k%2)) & 0x0F0F0F0F;
+                    a[k][r + 2] = (q.y >> 4*(k%2)) & 0x0F0F0F0F;
+                    if constexpr (fifth) {
+                        a[k][r + 0] |= ((high[r].x >> (4*half + k)) & 0x01010101) << 4;
+                        a[k][r + 2] |= ((high[r].y >> (4*half + k)) & 0x01010101) << 4;
+                    }
+                    scale[k][r] = d[r] * (float) ((scales[r][half] >> 8*k) & 0xFF);
+                }
+            }
+#pragma unroll
+            for (int g = 0; g < groups; ++g) {
+                const float4 e[2] = {*(const float4 *) &y[g].scales[2*part + 0][4*half],
+                                     *(const float4 *) &y[g].scales[2*part + 1][4*half]};
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    const uint4 v = *(const uint4 *) y[g].values[2*half + k/2][threadIdx.x];
+                    int c[4];
+                    mma(c, a[k], k%2 == 0 ? make_uint2(v.x, v.y) : make_uint2(v.z, v.w));
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        sums[g][i] = __fmaf_rn(__fmul_rn(scale[k][i/2], ((const float *) &e[i%2])[k]), value(c[i]), sums[g][i]);
+                    }
                 }
             }
         }
@@ -155,48 +245,52 @@ template <> struct weights<GGML_TYPE_Q6_K> {
         }
     }
 
-    template <int half, int groups>
-    __device__ __forceinline__ void add(float (&sums)[groups][4], const block_q8_1_mmq * y, const columns & cols, int part) const {
-        uint32_t a[8][2];
-        float scale[8][2];
+    template <int groups>
+    __device__ __forceinline__ void add(float (&sums)[groups][4], const eight * y, int part) const {
 #pragma unroll
-        for (int n = 0; n < 8; ++n) { // each 16 values have a scale
-            const int k = n/2;
+        for (int half = 0; half < 2; ++half) {
+            uint32_t a[8][2];
+            float scale[8][2];
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const uint32_t four = (low[r][4*half + 2*(k%2) + n%2] >> 4*(k/2)) & 0x0F0F0F0F;
-                const uint32_t two  = (high[r][2*half + n%2] >> 2*k) & 0x03030303;
-                a[n][r]     = __vsubss4(four | two << 4, 0x20202020);
-                scale[n][r] = d[r] * (float) (int8_t) (scales[r][2*half + n/4] >> 8*(n%4));
+            for (int n = 0; n < 8; ++n) { // each 16 values have a scale
+                const int k = n/2;
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const uint32_t four = (low[r][4*half + 2*(k%2) + n%2] >> 4*(k/2)) & 0x0F0F0F0F;
+                    const uint32_t two  = (high[r][2*half + n%2] >> 2*k) & 0x03030303;
+                    a[n][r]     = __vsubss4(four | two << 4, 0x20202020);
+                    scale[n][r] = d[r] * (float) (int8_t) (scales[r][2*half + n/4] >> 8*(n%4));
+                }
             }
-        }
 #pragma unroll
-        for (int g = 0; g < groups; ++g) {
-            const uint32_t * values = (const uint32_t *) y[cols.at(g, threadIdx.x/4)].qs + part;
-            const float4     of[2]  = {*(const float4 *) y[cols.at(g, 2*part)].d4, *(const float4 *) y[cols.at(g, 2*part + 1)].d4};
+            for (int g = 0; g < groups; ++g) {
+                const float4 e[2] = {*(const float4 *) &y[g].scales[2*part + 0][4*half],
+                                     *(const float4 *) &y[g].scales[2*part + 1][4*half]};
 #pragma unroll
-            for (int n = 0; n < 8; ++n) {
-                int c[4] = {INT_AS_FLOAT, INT_AS_FLOAT, INT_AS_FLOAT, INT_AS_FLOAT};
-                mma(c, a[n], values[4*n]);
+                for (int n = 0; n < 8; ++n) {
+                    const uint4 v = *(const uint4 *) y[g].values[2*half + n/4][threadIdx.x];
+                    int c[4];
+                    mma(c, a[n], ((const uint32_t *) &v)[n%4]);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float e = ((const float *) &of[i%2])[n/2];
-                    sums[g][i] = __fmaf_rn(__fmul_rn(scale[n][i/2], e), value(c[i]), sums[g][i]);
+                    for (int i = 0; i < 4; ++i) {
+                        sums[g][i] = __fmaf_rn(__fmul_rn(scale[n][i/2], ((const float *) &e[i%2])[n/2]), value(c[i]), sums[g][i]);
+                    }
                 }
             }
         }
     }
 };
 
+// Blocks on a multiprocessor: as many as there are registers for.
 template <ggml_type type, int groups>
-static __global__ void __launch_bounds__(WARPS*WARP_SIZE, groups > 1 ? 3 : 4) narrow(
-        const char * x, const block_q8_1_mmq * y, float * dst, const int nrows, const int nblocks, const size_t stride_row,
-        const int ncols, const size_t stride_dst, const bool early) {
+static __global__ void __launch_bounds__(WARPS*WARP_SIZE, groups > 1 ? 3 : type == GGML_TYPE_Q6_K ? 4 : 5) narrow(
+        const char * x, const eight * y, float * dst, const int nrows, const int nblocks, const size_t stride_row, const int ncols,
+        const int eights, const size_t stride_dst, const bool early) {
     const int lane = threadIdx.x;
     const int part = lane % 4;
-    const int wide = (ncols + COLS*groups - 1)/(COLS*groups);
+    const int wide = eights/groups;
     const int row0 = blockIdx.x/wide*ROWS; // columns of the same rows run side by side, and find the weights in the cache
-    const columns cols = {(int) blockIdx.x%wide*COLS*groups, ncols - 1};
+    const int first = (int) blockIdx.x%wide*groups; // of its groups of columns
 
     const char * rows[2];
 #pragma unroll
@@ -216,9 +310,7 @@ static __global__ void __launch_bounds__(WARPS*WARP_SIZE, groups > 1 ? 3 : 4) na
 
     float sums[groups][4] = {};
     while (i < nblocks) {
-        const block_q8_1_mmq * first = y + (size_t) 2*i*ncols;
-        w.template add<0>(sums, first, cols, part);
-        w.template add<1>(sums, first + ncols, cols, part);
+        w.add(sums, y + i*eights + first, part);
         i += WARPS;
         if (i < nblocks) {
             w.load(rows, i, part);
@@ -241,7 +333,7 @@ static __global__ void __launch_bounds__(WARPS*WARP_SIZE, groups > 1 ? 3 : 4) na
     const int row = row0 + lane/4 + 8*(j/2);
 #pragma unroll
     for (int g = 0; g < groups; ++g) {
-        const int col = cols.first + COLS*g + 2*part + j%2;
+        const int col = COLS*(first + g) + 2*part + j%2;
         if (row < nrows && col < ncols) {
             dst[col*stride_dst + row] = parts[0][g][j][lane] + parts[1][g][j][lane] + parts[2][g][j][lane] + parts[3][g][j][lane];
         }
@@ -255,33 +347,42 @@ bool kvf_narrow_wanted(const ggml_tensor * src0, const ggml_tensor * src1, const
     if (stock || !known || cc != GGML_CUDA_CC_HOPPER || src0->ne[2]*src0->ne[3] != 1) {
         return false;
     }
+    if ((uintptr_t) src1->data % 16 != 0 || src1->nb[1] % 16 != 0) {
+        return false; // a lane reads four floats of a column at once
+    }
     const int64_t sequences = src1->ne[2]*src1->ne[3];
     const int64_t columns   = src1->ne[1]*sequences;
     if (sequences > 1) {
-        return columns <= KVF_NARROW_MAX_SEQUENCES && ggml_is_contiguous(src1) && ggml_is_contiguous(dst);
+        return columns <= KVF_NARROW_MAX && ggml_is_contiguous(src1) && ggml_is_contiguous(dst);
     }
-    return columns >= (src0->type == GGML_TYPE_Q6_K ? KVF_NARROW_MIN_Q6_K : KVF_NARROW_MIN) && columns <= KVF_NARROW_MAX;
+    if (src0->type == GGML_TYPE_Q6_K) {
+        return columns >= KVF_NARROW_MIN_Q6_K && columns <= KVF_NARROW_MAX_Q6_K;
+    }
+    return columns <= KVF_NARROW_MAX;
 }
 
 void kvf_narrow(ggml_backend_cuda_context & ctx, const ggml_tensor * src0, const ggml_tensor * src1, ggml_tensor * dst) {
-    const int64_t ncols  = ggml_nrows(src1);
-    const int64_t padded = GGML_PAD(src1->ne[0], MATRIX_ROW_PADDING);
-    ggml_cuda_pool_alloc<char> y(ctx.pool(), ncols*padded*sizeof(block_q8_1)/QK8_1);
+    const int ncols   = ggml_nrows(src1);
+    const int nblocks = src0->ne[0]/QK_K;
+    const int nrows   = src0->ne[1];
+    const int all     = (ncols + COLS - 1)/COLS;
+    const int wide    = (all + MOST - 1)/MOST;
+    const int groups  = (all + wide - 1)/wide;
+    const int eights  = wide*groups;
+    const bool early  = ggml_backend_buffer_get_usage(src0->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
+    ggml_cuda_pool_alloc<eight> y(ctx.pool(), (size_t) nblocks*eights);
     cudaStream_t stream = ctx.stream();
-    quantize_mmq_q8_1_cuda((const float *) src1->data, nullptr, y.get(), src0->type, src1->ne[0], src1->nb[1]/sizeof(float), 0, 0,
-        padded, ncols, 1, 1, stream);
-    CUDA_CHECK(cudaGetLastError());
 
-    const bool early = ggml_backend_buffer_get_usage(src0->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
-    const int  nrows = src0->ne[1];
-    const int  all    = (ncols + COLS - 1)/COLS;
-    const int  wide   = (all + MOST - 1)/MOST;
-    const int  groups = (all + wide - 1)/wide;
-    const dim3 blocks((nrows + ROWS - 1)/ROWS * ((all + groups - 1)/groups));
+    const int64_t stride = ggml_is_contiguous(src1) ? src1->ne[0] : src1->nb[1]/sizeof(float);
+    const ggml_cuda_kernel_launch_params rounds(dim3((nblocks + WARPS - 1)/WARPS, ncols), dim3(WARP_SIZE, WARPS), 0, stream);
+    ggml_cuda_kernel_launch(src0->type == GGML_TYPE_Q6_K ? narrow_columns<true> : narrow_columns<false>, rounds,
+        (const float *) src1->data, y.get(), nblocks, eights, stride);
+
+    const dim3 blocks((nrows + ROWS - 1)/ROWS*wide);
     const ggml_cuda_kernel_launch_params params(blocks, dim3(WARP_SIZE, WARPS), 0, stream);
     const auto launch = [&](auto kernel) {
-        ggml_cuda_kernel_launch(kernel, params, (const char *) src0->data, (const block_q8_1_mmq *) y.get(), (float *) dst->data, nrows,
-            (int) (src0->ne[0]/QK_K), (size_t) src0->nb[1], (int) ncols, (size_t) (dst->nb[1]/sizeof(float)), early);
+        ggml_cuda_kernel_launch(kernel, params, (const char *) src0->data, (const eight *) y.get(), (float *) dst->data, nrows,
+            nblocks, (size_t) src0->nb[1], ncols, eights, (size_t) (dst->nb[1]/sizeof(float)), early);
     };
     const auto launch_type = [&](auto type) {
         switch (groups) {

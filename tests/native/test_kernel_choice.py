@@ -127,17 +127,20 @@ extern "C" bool narrow(int type, int cc, int64_t rows, int64_t sequences, bool w
     )
     loaded.narrow.restype = ctypes.c_bool
     loaded.narrow.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_bool]
-    for type, least in {Type.Q4_K: 2, Type.Q5_K: 2, Type.Q6_K: 4}.items():
-        assert [rows for rows in range(1, 97) if loaded.narrow(type, HOPPER, rows, 1, True)] == list(range(least, 33))
+    for type, (least, most) in {Type.Q4_K: (1, 64), Type.Q5_K: (1, 64), Type.Q6_K: (4, 32)}.items():
+        taken = [rows for rows in range(1, 97) if loaded.narrow(type, HOPPER, rows, 1, True)]
+        assert taken == list(range(least, most + 1))
         assert [count for count in range(2, 99) if loaded.narrow(type, HOPPER, 1, count, True)] == list(range(2, 65))
         assert not loaded.narrow(type, HOPPER, 1, 8, False)
         assert not loaded.narrow(type, AMPERE, 8, 1, True)
     assert not loaded.narrow(Type.Q8_0, HOPPER, 8, 1, True)
     told = (NATIVE.parents[1] / "docs" / "exact-reading.md").read_text(encoding="utf-8")
-    assert "| 2 to 32 (Q6_K: 4 to 32). In a step of several texts with recurrent state: up to 64 |" in told
+    assert "| 1 to 64 (Q6_K: 4 to 32). In a step of several texts with recurrent state: up to 64 |" in told
     code = (upstream_llama() / CUDA / "ggml-cuda.cu").read_text(encoding="utf-8")
     ours, stock = "kvf_narrow(ctx, src0, src1, dst);", "ggml_cuda_mul_mat_vec_q(ctx, src0, src1, nullptr, dst);"
     assert code.index(ours) < code.index(stock)
+    fused = code[code.index("bool ggml_cuda_should_fuse_mul_mat_vec_q(") :]
+    assert fused.index("kvf_narrow_wanted(src0, src1, dst, cc)") < fused.index("return use_mul_mat_vec_q;")
 
 
 def test_a_warp_holds_several_columns() -> None:
