@@ -109,7 +109,7 @@ extern "C" int dense(int cc, int rows, int64_t n, int prec, int is_whole) {
 
 
 def test_narrow_products_are_ours(tmp_path: Path) -> None:
-    """That their values are right was compared on a GPU, by upstream's own test of products (test-backend-ops)."""
+    """`test_products.py` compares their values, where it runs on a GPU."""
     callers = """
 extern "C" bool ggml_is_contiguous(const struct ggml_tensor * tensor) { return tensor->nb[0]; }
 extern "C" bool narrow(int type, int cc, int64_t rows, int64_t sequences, bool whole) {
