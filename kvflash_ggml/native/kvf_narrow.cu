@@ -358,7 +358,7 @@ bool kvf_narrow_wanted(const ggml_tensor * src0, const ggml_tensor * src1, const
     if (src0->type == GGML_TYPE_Q6_K) {
         return columns >= KVF_NARROW_MIN_Q6_K && columns <= KVF_NARROW_MAX_Q6_K;
     }
-    return columns <= KVF_NARROW_MAX;
+    return columns <= KVF_NARROW_MAX && (columns > 1 || src0->ne[1] >= KVF_NARROW_ROWS_FOR_ONE);
 }
 
 void kvf_narrow(ggml_backend_cuda_context & ctx, const ggml_tensor * src0, const ggml_tensor * src1, ggml_tensor * dst) {

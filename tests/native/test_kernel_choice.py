@@ -112,8 +112,9 @@ def test_narrow_products_are_ours(tmp_path: Path) -> None:
     """`test_products.py` compares their values, where it runs on a GPU."""
     callers = """
 extern "C" bool ggml_is_contiguous(const struct ggml_tensor * tensor) { return tensor->nb[0]; }
-extern "C" bool narrow(int type, int cc, int64_t rows, int64_t sequences, bool whole) {
+extern "C" bool narrow(int type, int cc, int64_t rows, int64_t sequences, bool whole, int64_t of) {
     ggml_tensor src0{}, src1{};
+    src0.ne[1] = of;
     src0.type = (ggml_type) type;
     src0.ne[2] = src0.ne[3] = src1.ne[3] = 1;
     src1.ne[1] = rows;
@@ -126,16 +127,23 @@ extern "C" bool narrow(int type, int cc, int64_t rows, int64_t sequences, bool w
         str(compiled(upstream_llama(), tmp_path, "kvf_narrow_wanted", NATIVE / "kvf_narrow.cu", callers))
     )
     loaded.narrow.restype = ctypes.c_bool
-    loaded.narrow.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_bool]
+    loaded.narrow.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_bool, ctypes.c_int64]
+
+    def taken(
+        type: Type, rows: int, *, cc: int = HOPPER, sequences: int = 1, whole: bool = True, of: int = 4096
+    ) -> bool:
+        return bool(loaded.narrow(type, cc, rows, sequences, whole, of))
+
     for type, (least, most) in {Type.Q4_K: (1, 64), Type.Q5_K: (1, 64), Type.Q6_K: (4, 32)}.items():
-        taken = [rows for rows in range(1, 97) if loaded.narrow(type, HOPPER, rows, 1, True)]
-        assert taken == list(range(least, most + 1))
-        assert [count for count in range(2, 99) if loaded.narrow(type, HOPPER, 1, count, True)] == list(range(2, 65))
-        assert not loaded.narrow(type, HOPPER, 1, 8, False)
-        assert not loaded.narrow(type, AMPERE, 8, 1, True)
-    assert not loaded.narrow(Type.Q8_0, HOPPER, 8, 1, True)
+        assert [rows for rows in range(1, 97) if taken(type, rows)] == list(range(least, most + 1))
+        assert not taken(type, 1, of=4095)
+        assert taken(type, 4, of=4095)
+        assert [count for count in range(2, 99) if taken(type, 1, sequences=count)] == list(range(2, 65))
+        assert not taken(type, 1, sequences=8, whole=False)
+        assert not taken(type, 8, cc=AMPERE)
+    assert not taken(Type.Q8_0, 8)
     told = (NATIVE.parents[1] / "docs" / "exact-reading.md").read_text(encoding="utf-8")
-    assert "| 1 to 64 (Q6_K: 4 to 32). In a step of several texts with recurrent state: up to 64 |" in told
+    assert "| 1 to 64 (Q6_K: 4 to 32), 1 only where the weights have 4,096 rows. In a step of several texts" in told
     code = (upstream_llama() / CUDA / "ggml-cuda.cu").read_text(encoding="utf-8")
     ours, stock = "kvf_narrow(ctx, src0, src1, dst);", "ggml_cuda_mul_mat_vec_q(ctx, src0, src1, nullptr, dst);"
     assert code.index(ours) < code.index(stock)

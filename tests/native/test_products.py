@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,8 @@ from kvflash_ggml.native import library as native
 POINTER = ctypes.c_void_p
 CPU, GPU = 0, 1
 WEIGHTS = 1
-VALUES, ROWS = 9 * 256, 200
-"""Nine blocks, which four warps share unevenly, and rows that end within a tile of 16."""
+VALUES, ROWS = 9 * 256, 4104
+"""Nine blocks, which four warps share unevenly. Rows that end within a tile of 16, and enough for one column."""
 
 
 class Init(ctypes.Structure):
@@ -31,8 +32,10 @@ def function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
+@functools.cache
 def quantised(kind: Type) -> np.ndarray:
     """Weights of both signs, so that the minima of a block matter: of rows and bytes."""
+    native.load()
     values = 2 * np.random.default_rng(0).random((ROWS, VALUES), np.float32) - 1
     quantise = function(
         "ggml_quantize_chunk", ctypes.c_size_t, ctypes.c_int, *[POINTER] * 2, *[ctypes.c_int64] * 3, POINTER
@@ -44,7 +47,6 @@ def quantised(kind: Type) -> np.ndarray:
 
 def products(kind: Type, weights: np.ndarray, columns: np.ndarray, *, sequences: bool) -> np.ndarray:
     """What the device computes: of columns and rows. sequences: each column is one of another text of the step."""
-    native.load()
     tensor = function("ggml_new_tensor_3d", POINTER, POINTER, ctypes.c_int, *[ctypes.c_int64] * 3)
     place = function("ggml_backend_alloc_ctx_tensors", POINTER, POINTER, POINTER)
     put = function("ggml_backend_tensor_set", None, POINTER, POINTER, ctypes.c_size_t, ctypes.c_size_t)
@@ -78,7 +80,6 @@ def products(kind: Type, weights: np.ndarray, columns: np.ndarray, *, sequences:
 @pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q5_K, Type.Q6_K])
 def test_products_are_right_and_columns_apart(kind: Type, count: int, sequences: bool) -> None:
     """Within what rounding of the columns to 8 bits costs. A number that is none reaches no other column."""
-    native.load()
     weights = quantised(kind)
     columns = np.random.default_rng(count).standard_normal((count, VALUES)).astype(np.float32)
     found = products(kind, weights, columns, sequences=sequences)
