@@ -72,8 +72,8 @@ static __device__ __forceinline__ float tf32(float x) {
 struct eight {
     uint32_t values[4][WARP_SIZE][4];
     float    scales[COLS][8];  // of 32 values
-    float2   sums[COLS][4];    // of the rounded values of sub-blocks p and p + 4, for the minima: as the sums are rounded like the
-                               // values, an error of rounding meets a weight, and not the larger number above its minimum
+    float2   sums[COLS][4];    // of sub-blocks p and p + 4, for the minima. They are sums of the values as they were rounded: so an
+                               // error of rounding meets a weight, and not the larger number above its minimum
 };
 
 // A warp rounds 256 values of a column, a lane 8 of them. Columns that are not there stay as the memory was: nothing reads their
@@ -344,7 +344,7 @@ bool kvf_narrow_wanted(const ggml_tensor * src0, const ggml_tensor * src1, const
     static const char * kernels = getenv("KVFLASH_KERNELS");
     static const bool   stock   = kernels != nullptr && strcmp(kernels, "stock") == 0;
     const bool known = src0->type == GGML_TYPE_Q4_K || src0->type == GGML_TYPE_Q5_K || src0->type == GGML_TYPE_Q6_K;
-    if (stock || !known || cc != GGML_CUDA_CC_HOPPER || src0->ne[2]*src0->ne[3] != 1) {
+    if (stock || !known || cc != GGML_CUDA_CC_HOPPER || !ampere_mma_available(cc) || src0->ne[2]*src0->ne[3] != 1) {
         return false;
     }
     if ((uintptr_t) src1->data % 16 != 0 || src1->nb[1] % 16 != 0) {

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -46,7 +47,7 @@ def compiled(llama: Path, folder: Path, function: str, file: str | Path, callers
     found = re.search(rf"^(static )?bool {function}\(.*?^\}}", code, re.DOTALL | re.MULTILINE)
     assert found, "upstream moved the function: read its new form, and mend this test"
     source = folder / "choice.cpp"
-    headers = ["#include <cstdlib>", "#include <cstring>", '#include "ggml.h"']
+    headers = ["#include <cstdlib>", "#include <cstring>", '#include "ggml.h"', "#define ampere_mma_available(cc) true"]
     source.write_text("\n".join([*headers, *defined, found[0], callers]))
     own = "-Wl,-Bsymbolic"  # the stand-ins below, not the functions of a library that is loaded here
     return library_of(source, own, f"-I{llama / 'ggml/include'}")
@@ -108,13 +109,15 @@ extern "C" int dense(int cc, int rows, int64_t n, int prec, int is_whole) {
     assert asked in (upstream_llama() / CUDA / "ggml-cuda.cu").read_text("utf-8")
 
 
-def test_narrow_products_are_ours(tmp_path: Path) -> None:
-    """`test_products.py` compares their values, where it runs on a GPU."""
+def narrow(folder: Path) -> Callable[..., bool]:
+    """Is such a product computed by us? What the environment says is read once."""
+    folder.mkdir()
     callers = """
 extern "C" bool ggml_is_contiguous(const struct ggml_tensor * tensor) { return tensor->nb[0]; }
-extern "C" bool narrow(int type, int cc, int64_t rows, int64_t sequences, bool whole, int64_t of) {
+extern "C" bool narrow(int type, int cc, int64_t rows, int64_t sequences, bool whole, int64_t of, int64_t at) {
     ggml_tensor src0{}, src1{};
     src0.ne[1] = of;
+    src1.data = (void *) at;
     src0.type = (ggml_type) type;
     src0.ne[2] = src0.ne[3] = src1.ne[3] = 1;
     src1.ne[1] = rows;
@@ -123,27 +126,36 @@ extern "C" bool narrow(int type, int cc, int64_t rows, int64_t sequences, bool w
     return kvf_narrow_wanted(&src0, &src1, &src1, cc);
 }
 """
-    loaded = ctypes.CDLL(
-        str(compiled(upstream_llama(), tmp_path, "kvf_narrow_wanted", NATIVE / "kvf_narrow.cu", callers))
-    )
-    loaded.narrow.restype = ctypes.c_bool
-    loaded.narrow.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_bool, ctypes.c_int64]
+    library = compiled(upstream_llama(), folder, "kvf_narrow_wanted", NATIVE / "kvf_narrow.cu", callers)
+    ask = ctypes.CDLL(str(library)).narrow
+    ask.restype = ctypes.c_bool
+    ask.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_bool, *[ctypes.c_int64] * 2]
 
     def taken(
-        type: Type, rows: int, *, cc: int = HOPPER, sequences: int = 1, whole: bool = True, of: int = 4096
+        type: Type, rows: int, *, cc: int = HOPPER, texts: int = 1, whole: bool = True, of: int = 4096, at: int = 0
     ) -> bool:
-        return bool(loaded.narrow(type, cc, rows, sequences, whole, of))
+        return bool(ask(type, cc, rows, texts, whole, of, at))
 
+    return taken
+
+
+def test_narrow_products_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`test_products.py` compares their values, where it runs on a GPU."""
+    monkeypatch.delenv("KVFLASH_KERNELS", raising=False)
+    taken = narrow(tmp_path / "ours")
     for type, (least, most) in {Type.Q4_K: (1, 64), Type.Q5_K: (1, 64), Type.Q6_K: (4, 32)}.items():
         assert [rows for rows in range(1, 97) if taken(type, rows)] == list(range(least, most + 1))
         assert not taken(type, 1, of=4095)
         assert taken(type, 4, of=4095)
-        assert [count for count in range(2, 99) if taken(type, 1, sequences=count)] == list(range(2, 65))
-        assert not taken(type, 1, sequences=8, whole=False)
+        assert [count for count in range(2, 99) if taken(type, 1, texts=count)] == list(range(2, 65))
+        assert not taken(type, 1, texts=8, whole=False)
         assert not taken(type, 8, cc=AMPERE)
+        assert not taken(type, 8, at=8)
     assert not taken(Type.Q8_0, 8)
+    monkeypatch.setenv("KVFLASH_KERNELS", "stock")
+    assert not narrow(tmp_path / "stock")(Type.Q4_K, 8)
     told = (NATIVE.parents[1] / "docs" / "exact-reading.md").read_text(encoding="utf-8")
-    assert "| 1 to 64 (Q6_K: 4 to 32), 1 only where the weights have 4,096 rows. In a step of several texts" in told
+    assert "| 1 to 64 (Q6_K: 4 to 32), 1 only with weights of at least 4,096 rows. In a step of several texts" in told
     code = (upstream_llama() / CUDA / "ggml-cuda.cu").read_text(encoding="utf-8")
     ours, stock = "kvf_narrow(ctx, src0, src1, dst);", "ggml_cuda_mul_mat_vec_q(ctx, src0, src1, nullptr, dst);"
     assert code.index(ours) < code.index(stock)
