@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MARGIN = 0.1
 """How much better than a resident chunk an evicted one must be for pages to move before tau, in the units of the scores
-(natural logarithms of attention for the default policy). 0.3 lost more on plain text, and 0 moved half as many again.
+(natural logarithms of attention for the default policy). 0.3 lost more on plain text, and 0 moved a third more.
 """
 
 ASKS = -1.0
