@@ -4,7 +4,7 @@
 #include "common.cuh"
 
 // As found on an H200: 64 columns are multiplied in 0.74 of the matrix kernel's time. A single one is left to the vector kernel if
-// few rows would leave multiprocessors idle; the fewest that were measured are 5,120. The odd blocks of Q6_K are read better by
+// few rows would leave multiprocessors idle; the fewest compared with it are 5,120. The odd blocks of Q6_K are read better by
 // the vector kernel for fewer than four columns, and beyond 32 they were not tried. Columns in a third dimension, where the
 // sequences of a step with recurrent state are, are left to neither: the vector kernel would read the weights for each of them.
 #define KVF_NARROW_MAX 64
