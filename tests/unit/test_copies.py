@@ -109,8 +109,10 @@ def test_a_state_that_does_not_fit(engine: FakeEngine, made: StateCopies) -> Non
 def test_a_copy_that_was_interrupted_ends_before_the_next(
     first: int, then: int, engine: FakeEngine, made: StateCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its threads go on: what follows is put in the same memory, or in place of it."""
-    state, other = with_state(engine, first), with_state(engine, then, 1)
+    """Its threads go on: what follows is put in the same memory, or copied to memory in place of it."""
+    state = with_state(engine, first)
+    made.copy().read()
+    other = with_state(engine, then, 1)
     go, copyto, free = threading.Event(), np.copyto, engine.free
     busy: list[int] = []
     waits: list[int] = []
@@ -139,7 +141,21 @@ def test_a_copy_that_was_interrupted_ends_before_the_next(
         with pytest.raises(KeyboardInterrupt):
             made.put(Bytes(state), first)
     threading.Timer(0.05, go.set).start()
-    assert put(engine, made, Bytes(other)) == other
+    if then <= first:
+        assert put(engine, made, Bytes(other)) == other
+    else:
+        assert made.copy().read() == other
+
+
+def test_a_state_that_is_put_back_allocates_nothing(engine: FakeEngine, made: StateCopies) -> None:
+    """To page-lock memory takes longer than to copy a state from where it is."""
+    state = with_state(engine, 50)
+    assert put(engine, made, Bytes(state)) == state
+    assert not engine.slabs
+    smaller = with_state(engine, 9)
+    made.copy()
+    assert put(engine, made, Bytes(state)) == state
+    assert engine.allocated == len(smaller)
 
 
 def test_nobody_is_kept_by_it(engine: FakeEngine, made: StateCopies) -> None:
