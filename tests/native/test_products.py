@@ -97,7 +97,10 @@ def is_ours(kind: Type, count: int, *, sequences: bool) -> bool:
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 9, 19, 32, 33, 61, 64, 65] if ON_GPU else [1, 4, 33])
 @pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q5_K, Type.Q6_K])
 def test_products_are_right_and_columns_apart(kind: Type, count: int, sequences: bool) -> None:
-    """Within what rounding of the columns to 8 bits costs. A number that is none reaches no other column."""
+    """Within what rounding of the columns to 8 bits costs. A number that is none reaches no other column.
+
+    Upstream's matrix kernel multiplies the minima of Q4_K and Q5_K with sums of the values before they were rounded.
+    """
     weights, real = quantised(kind)
     columns = np.random.default_rng(count).standard_normal((count, VALUES)).astype(np.float32)
     found = products(kind, weights, columns, sequences=sequences)
@@ -105,7 +108,7 @@ def test_products_are_right_and_columns_apart(kind: Type, count: int, sequences:
     usual = np.linalg.norm(columns, axis=1) * np.linalg.norm(real) / VALUES**0.5
     error = np.linalg.norm(found - exact, axis=1) / usual
     ours = is_ours(kind, count, sequences=sequences)
-    assert error.max() < (0.006 if ours else 0.015)
+    assert error.max() < (0.006 if ours else 0.04)
     half = count // 2
     if half and ours and is_ours(kind, half, sequences=sequences):
         some = products(kind, weights, columns[:half], sequences=sequences)
