@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from ..state.session import PolicyState
 
 
+SOON = 2 * CHUNK
+"""Tokens of an answer after which a score has faded so far (`fade` of `QKScorer`) that it need not have been made."""
+
+
 class Relevance:
     """The scores that one text uses.
 
@@ -53,6 +57,11 @@ class Relevance:
         """Use the scores that are due."""
         assert self.scoring is not None
         self.take(self.scoring.take_due(), sparingly=True)
+
+    def matters(self, length: int) -> bool:
+        """Return whether a score of a text of `length` tokens can matter: a chunk is evicted, or will be soon."""
+        resident = self._table.resident * CHUNK
+        return resident < length or self._table.quota * CHUNK - resident < SOON
 
     def asks_for_more(self) -> bool:
         """Return whether the newest scores ask for evicted chunks, which the next step makes resident."""

@@ -18,10 +18,12 @@ from support.integrity import check_table
 from support.interrupter import Interrupter
 
 from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import DecodeError, SnapshotError
 from kvflash_ggml.llama.stats import PoolStats
 from kvflash_ggml.runtime.text import Text
 from kvflash_ggml.sequence.prefill import extend
+from kvflash_ggml.sequence.relevance import SOON
 from kvflash_ggml.sequence.scoring import DELAY, DEVICE_RATE, DEVICE_STEP, WORK_SHARE
 from kvflash_ggml.sequence.selection import Selection
 from kvflash_ggml.sequence.sequence import Sequence
@@ -258,6 +260,20 @@ def test_scores_take_their_share_of_the_work_and_no_more(price: float, interval:
     one = session(Costly(price * PRICE), tau=None, step_work=STEP)
     seen = looks(one, 63)
     assert seen == list(range(PROMPT + interval, PROMPT + 64, interval))
+    one.close()
+
+
+def test_nothing_is_scored_while_all_of_the_text_is_in_the_pool_and_will_be() -> None:
+    one = session(Counted(), tau=4)
+    one.reset()
+    extend(one, np.arange(700, dtype=np.int32))
+    assert looks(one, 300) == list(range(1024 - SOON + 1, 1001))
+    one.truncate(800)
+    assert looks(one, 90) == []
+    extend(one, np.arange(200, dtype=np.int32))
+    assert one.table.resident * CHUNK < one.length
+    end = one.length
+    assert looks(one, 3) == [end + 1, end + 2, end + 3]
     one.close()
 
 
