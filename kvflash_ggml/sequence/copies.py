@@ -62,7 +62,7 @@ class StateCopies:
     def put(self, blob: Blob, end: int) -> None:
         """Put back a state of a text before position `end`. SnapshotError, and no state, if it does not fit.
 
-        It allocates nothing: a device takes a state from other memory in less time than it takes to page-lock memory.
+        It allocates nothing: a device takes one state from other memory in less time than it takes to page-lock memory.
         """
         engine, blob = self._engine, in_memory(blob)
         if blob is not self._newest() and blob.size <= self._size and self._is_free(blob.size):

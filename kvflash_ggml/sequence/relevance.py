@@ -60,8 +60,16 @@ class Relevance:
 
     def matters(self, length: int) -> bool:
         """Return whether a score of a text of `length` tokens can matter: a chunk is evicted, or will be soon."""
+        assert self.scoring is not None
         resident = self._table.resident * CHUNK
-        return resident < length or self._table.quota * CHUNK - resident < SOON
+        blocks = min(self._table.quota, self._table.blocks.count)  # others may take the blocks beyond its own share
+        return resident < length or blocks * CHUNK - resident < max(SOON, self.scoring.selection.interval)
+
+    def fade(self) -> None:
+        """Age the scores as a new one would: at its place none is made."""
+        assert self.scoring is not None
+        if self.ranking is not None:
+            self.ranking = self.scoring.faded(self.ranking)
 
     def asks_for_more(self) -> bool:
         """Return whether the newest scores ask for evicted chunks, which the next step makes resident."""

@@ -21,7 +21,7 @@ from ..constants import CHUNK
 from ..errors import HostMemoryError
 from ..native.streamed import NO_MASSES, MassRequest
 from ..policy.base import Costed, Lasting, Masses, Pairs, ReadsAlong, Resumable, Scorer, ScoreRequest, Selective
-from ..pool.residency import Chunks, few_moves
+from ..pool.residency import Chunks, Ranking, few_moves
 from ..state.statistics import Replay, Statistics
 from ..threads import Worker, done
 from .keys import HostKeys, most_threads
@@ -316,10 +316,13 @@ class Scoring:
         if before is None or self._lasting is None:
             return scores
         lasting: Floats = scores.copy()
-        earlier = before[: len(scores)].astype(scores.dtype)  # a snapshot keeps more digits
-        faded = earlier - self._lasting.fade * self.selection.interval
+        faded = self.faded(before[: len(scores)].astype(scores.dtype))  # a snapshot keeps more digits
         lasting[: len(faded)] = np.maximum(scores[: len(faded)], faded)
         return lasting
+
+    def faded(self, scores: Ranking) -> Ranking:
+        """Return the scores as they are an interval later."""
+        return scores if self._lasting is None else scores - self._lasting.fade * self.selection.interval
 
     def sparing(self, scores: Floats, resident: Chunks, evicted: Chunks, blocks: int) -> tuple[Floats, bool]:
         """Return the scores of an answer to use, and whether pages move: at tau all, before it a few that clearly

@@ -219,8 +219,11 @@ class Sequence:
         if scoring.clock is not None:
             scoring.on_time(count)
         due = scoring.selection.on_tokens(count, waiting=len(scoring.pending))
-        if due and not self.table.unsaved and self.relevance.matters(self.length):
-            self.relevance.request(self.tokens, self.view, rows=1)
+        if due and not self.table.unsaved:
+            if self.relevance.matters(self.length):
+                self.relevance.request(self.tokens, self.view, rows=1)
+            else:
+                self.relevance.fade()
 
     # --- one step
 

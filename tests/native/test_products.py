@@ -108,7 +108,7 @@ def test_products_are_right_and_columns_apart(kind: Type, count: int, sequences:
     usual = np.linalg.norm(columns, axis=1) * np.linalg.norm(real) / VALUES**0.5
     error = np.linalg.norm(found - exact, axis=1) / usual
     ours = is_ours(kind, count, sequences=sequences)
-    assert error.max() < (0.006 if ours else 0.04)
+    assert error.max() < (0.006 if ours else 0.015 if kind == Type.Q6_K else 0.04)
     half = count // 2
     if half and ours and is_ours(kind, half, sequences=sequences):
         some = products(kind, weights, columns[:half], sequences=sequences)

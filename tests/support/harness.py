@@ -96,6 +96,11 @@ def reach(llm: Any) -> None:
         pass
 
 
+def looks(session: Any, tokens: int) -> int:
+    """How often chunks are scored in an answer of so many tokens."""
+    return int(tokens // session.scoring.selection.interval)
+
+
 def wait_for_scorer(session: Any) -> None:
     """Beside a device a scorer has a thread of its own: until everything is done that it was asked for."""
     for worker in session.scoring.workers:

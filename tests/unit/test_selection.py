@@ -277,6 +277,27 @@ def test_nothing_is_scored_while_all_of_the_text_is_in_the_pool_and_will_be() ->
     one.close()
 
 
+def test_a_score_is_made_before_a_chunk_leaves_however_rare_they_are() -> None:
+    one = session(Counted(), tau=1024)
+    one.reset()
+    extend(one, np.arange(300, dtype=np.int32))
+    assert looks(one, 724) == [300 + 512]
+    one.close()
+
+
+def test_a_score_that_is_not_made_ages_the_last_one() -> None:
+    scorer = Finding(0.02)
+    one = session(scorer, tau=4)
+    one.reset()
+    extend(one, np.arange(700, dtype=np.int32))
+    extend(one, np.array([1], np.int32))
+    assert one.relevance.ranking is not None
+    before = one.relevance.ranking.copy()
+    assert looks(one, 50) == []
+    np.testing.assert_allclose(one.relevance.ranking, before - 50 * 0.02, atol=1e-5)
+    one.close()
+
+
 def test_chunks_are_scored_less_often_as_the_text_grows_and_more_often_after_a_cut() -> None:
     one = session(Costly(PRICE), tau=None, step_work=STEP)
     assert looks(one, 4) == [PROMPT + 1, PROMPT + 2, PROMPT + 3, PROMPT + 4]
