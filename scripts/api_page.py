@@ -52,8 +52,8 @@ VALUES = {
 """Values that calls return, and where they come from."""
 
 NO_OPTIONS = {
-    "KVFLASH_KERNELS": "`stock`: leaves out patches 0020, 0029 and 0049. Hopper GPUs multiply as in llama.cpp then,"
-    " but for steps of 6 to 8 rows of K-quants, and CPUs attend as there. Another value is an error.",
+    "KVFLASH_KERNELS": "`stock`: leaves out patches 0020, 0029, 0049 and 0066. Hopper GPUs attend and multiply as in"
+    " llama.cpp then, but for steps of 6 to 8 rows of K-quants, and CPUs attend as there. Another value is an error.",
     "KVFLASH_LANE": "`stream` or `sync`: all devices move pages that way, for tests.",
     "KVFLASH_PORTABLE": "1: build for every CPU of this architecture.",
     "KVFLASH_RPC_TIMEOUT": "Seconds (1 to 86,400) until a silent server of devices counts as lost; 120 unless set.",

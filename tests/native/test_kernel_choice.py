@@ -39,15 +39,16 @@ def compiled(llama: Path, folder: Path, function: str, file: str | Path, callers
     """A library of one function of ggml's CUDA backend, and of what calls it."""
     defined = [
         line
-        for header in (llama / CUDA / "common.cuh", llama / CUDA / "mmvq.cuh", NATIVE / "kvf_narrow.cuh")
+        for header in (llama / CUDA / "common.cuh", llama / CUDA / "mmvq.cuh", *sorted(NATIVE.glob("*.cuh")))
         for line in header.read_text(encoding="utf-8").splitlines()
-        if re.match(r"#define (GGML_CUDA_CC_|MMVQ_MAX_BATCH_SIZE|KVF_NARROW_)", line)
+        if re.match(r"#define (GGML_CUDA_CC_|MMVQ_MAX_BATCH_SIZE|KVF_(NARROW|ATTEND)_)", line)
     ]
     code = (llama / CUDA / file).read_text(encoding="utf-8")
     found = re.search(rf"^(static )?bool {function}\(.*?^\}}", code, re.DOTALL | re.MULTILINE)
     assert found, "upstream moved the function: read its new form, and mend this test"
     source = folder / "choice.cpp"
-    headers = ["#include <cstdlib>", "#include <cstring>", '#include "ggml.h"', "#define ampere_mma_available(cc) true"]
+    standard = ["#include <cstdlib>", "#include <cstring>", "#include <initializer_list>"]
+    headers = [*standard, '#include "ggml.h"', "#define ampere_mma_available(cc) true"]
     source.write_text("\n".join([*headers, *defined, found[0], callers]))
     own = "-Wl,-Bsymbolic"  # the stand-ins below, not the functions of a library that is loaded here
     return library_of(source, own, f"-I{llama / 'ggml/include'}")
@@ -161,6 +162,89 @@ def test_narrow_products_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert code.index(ours) < code.index(stock)
     fused = code[code.index("bool ggml_cuda_should_fuse_mul_mat_vec_q(") :]
     assert fused.index("kvf_narrow_wanted(src0, src1, dst, cc)") < fused.index("return use_mul_mat_vec_q;")
+
+
+def attend(folder: Path) -> Callable[..., bool]:
+    """Is such an attention computed by us? What the environment says is read once."""
+    folder.mkdir()
+    callers = """
+extern "C" size_t ggml_type_size(enum ggml_type type) { return type; }
+extern "C" bool attend(int cc, int type, int64_t rows, int64_t slots, int64_t head, int sequences, int other) {
+    ggml_tensor tensors[5]{}, out{};
+    ggml_tensor &q = tensors[0], &k = tensors[1], &v = tensors[2], &mask = tensors[3];
+    q.type = GGML_TYPE_F32;
+    k.type = v.type = (ggml_type) type;
+    mask.type = GGML_TYPE_F16;
+    q.ne[0] = k.ne[0] = v.ne[0] = head;
+    q.ne[1] = rows;
+    q.ne[2] = 24;
+    k.ne[2] = v.ne[2] = 4;
+    q.ne[3] = mask.ne[2] = mask.ne[3] = 1;
+    mask.ne[0] = k.ne[1] = v.ne[1] = slots;
+    float bent = 0, capped = 0;
+    for (ggml_tensor * tensor : {&q, &k, &v, &mask}) tensor->nb[0] = tensor->type;
+    switch (other) {
+        case 1:  v.type = GGML_TYPE_Q4_0; break;
+        case 2:  bent = 8; break;
+        case 3:  capped = 30; break;
+        case 4:  out.op_params[4] = 1; break;
+        case 5:  q.ne[3] = 2; break;
+        case 6:  mask.ne[3] = 2; break;
+        case 7:  mask.ne[0] = slots + 1; break;
+        case 8:  v.ne[2] = 1; break;
+        case 9:  v.nb[0] = 99; break;
+        case 10: q.data = (void *) 8; break;
+        case 11: k.data = (void *) 2; break;
+        case 12: v.nb[1] = 2; break;
+        case 13: mask.nb[1] = 2; break;
+    }
+    for (int i = 0; i < 5; ++i) out.src[i] = other == 14 && i == 3 || other != 15 && i == 4 ? nullptr : tensors + i;
+    memcpy(out.op_params + 1, &bent, sizeof(float));
+    memcpy(out.op_params + 2, &capped, sizeof(float));
+    out.op_params[15] = sequences;
+    if (other == 16) q.ne[2] = 4;
+    return kvf_attend_wanted(&out, cc);
+}
+"""
+    library = compiled(upstream_llama(), folder, "kvf_attend_wanted", NATIVE / "kvf_attend.cu", callers)
+    ask = ctypes.CDLL(str(library)).attend
+    ask.restype = ctypes.c_bool
+    ask.argtypes = [ctypes.c_int, ctypes.c_int, *[ctypes.c_int64] * 3, ctypes.c_int, ctypes.c_int]
+
+    def taken(
+        type: Type, rows: int, sequences: int, *, cc: int = HOPPER, slots: int = 4096, head: int = 256, other: int = 0
+    ) -> bool:
+        return bool(ask(cc, type, rows, slots, head, sequences, other))
+
+    return taken
+
+
+def test_rows_apart_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`test_attention.py` compares their values, where it runs on a GPU."""
+    monkeypatch.delenv("KVFLASH_KERNELS", raising=False)
+    taken = attend(tmp_path / "ours")
+    for type, alone in {Type.Q8_0: [1, 2, 3], Type.F16: [], Type.Q4_0: []}.items():
+        assert [rows for rows in range(1, 70) if taken(type, rows, 1)] == alone
+    for type in Type.Q8_0, Type.F16:
+        assert [rows for rows in range(1, 70) if taken(type, rows, 40)] == list(range(1, 65))
+        assert [rows for rows in range(1, 70) if taken(type, rows, 2)] == list(range(1, 7))  # not beside a prompt
+        assert [head for head in range(8, 600, 8) if taken(type, 4, 4, head=head)] == [64, 128, 256]
+        assert not taken(type, 4, 4, cc=AMPERE)
+        assert not taken(type, 4, 4, slots=4096 + 64)
+        assert taken(type, 4, 4, slots=1 << 21)
+        assert not taken(type, 4, 4, slots=(1 << 21) + 256)
+        assert not any(taken(type, 4, 4, other=other) for other in range(1, 16))
+    assert not taken(Type.Q4_0, 4, 4)
+    assert not taken(Type.Q8_0, 1, 1, slots=3840)
+    assert taken(Type.Q8_0, 4, 4, slots=256)
+    assert not taken(Type.Q8_0, 1, 1, other=16)  # heads that share no key
+    assert taken(Type.Q8_0, 4, 4, other=16)
+    monkeypatch.setenv("KVFLASH_KERNELS", "stock")
+    assert not attend(tmp_path / "stock")(Type.Q8_0, 4, 4)
+    code = (upstream_llama() / CUDA / "fattn.cu").read_text(encoding="utf-8")
+    assert code.index("kvf_attend(ctx, dst);") < code.index("case BEST_FATTN_KERNEL_NONE:\n            GGML_ABORT")
+    graph = (upstream_llama() / "src" / "llama-graph.cpp").read_text(encoding="utf-8")
+    assert "cur->op_params[15] = ubatch.n_seqs_unq;" in graph
 
 
 def test_a_warp_holds_several_columns() -> None:

@@ -4,93 +4,46 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
-import re
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize
+from support.on_device import POINTER, Work, function, has_our_kernels, new, put, quantised, take
 from support.rounding import ON_GPU
 
-from kvflash_ggml.native import library as native
-
-POINTER = ctypes.c_void_p
-CPU, GPU, INTEGRATED = 0, 1, 2
 WEIGHTS = 1
 VALUES, ROWS = 9 * 256, 4104
 """Nine blocks, which four warps share unevenly. Rows that end within a tile of 16, and enough for one column."""
 
 
-class Init(ctypes.Structure):
-    _fields_ = (("size", ctypes.c_size_t), ("buffer", POINTER), ("no_alloc", ctypes.c_bool))
-
-
-def function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
-    found = getattr(ctypes.CDLL(None), name)
-    found.restype, found.argtypes = result, arguments
-    return found  # type: ignore[no-any-return]
-
-
-def device() -> int:
-    """The device under test."""
-    native.load()
-    by_type = function("ggml_backend_dev_by_type", POINTER, ctypes.c_int)
-    return by_type(GPU) or by_type(INTEGRATED) if ON_GPU else by_type(CPU)  # type: ignore[no-any-return]
-
-
 @functools.cache
-def quantised(kind: Type) -> tuple[np.ndarray, np.ndarray]:
+def weights_of(kind: Type) -> tuple[np.ndarray, np.ndarray]:
     """Weights of both signs, so that the minima of a block matter: of rows and bytes, and what they stand for."""
-    native.load()
-    values = 2 * np.random.default_rng(0).random((ROWS, VALUES), np.float32) - 1
-    quantise = function(
-        "ggml_quantize_chunk", ctypes.c_size_t, ctypes.c_int, *[POINTER] * 2, *[ctypes.c_int64] * 3, POINTER
-    )
-    data = np.empty(values.nbytes, np.uint8)
-    count = quantise(kind, values.ctypes.data, data.ctypes.data, 0, ROWS, VALUES, None)
-    weights = data[:count].reshape(ROWS, -1)
+    weights = quantised(kind, 2 * np.random.default_rng(0).random((ROWS, VALUES), np.float32) - 1)
     return weights, dequantize(weights, kind).astype(np.float64)
 
 
 def products(kind: Type, weights: np.ndarray, columns: np.ndarray, *, sequences: bool) -> np.ndarray:
     """What the device computes: of columns and rows. sequences: each column is one of another text of the step."""
-    tensor = function("ggml_new_tensor_3d", POINTER, POINTER, ctypes.c_int, *[ctypes.c_int64] * 3)
-    place = function("ggml_backend_alloc_ctx_tensors", POINTER, POINTER, POINTER)
-    put = function("ggml_backend_tensor_set", None, POINTER, POINTER, ctypes.c_size_t, ctypes.c_size_t)
-    backend = function("ggml_backend_dev_init", POINTER, POINTER, ctypes.c_char_p)(device(), None)
-    fixed, moving = (function("ggml_init", POINTER, Init)(Init(1 << 20, None, True)) for _ in range(2))
-    w = tensor(fixed, kind, VALUES, ROWS, 1)
-    shape = (1, len(columns)) if sequences else (len(columns), 1)
-    x = tensor(moving, Type.F32, VALUES, *shape)
-    out = function("ggml_mul_mat", POINTER, *[POINTER] * 3)(moving, w, x)
-    graph = function("ggml_new_graph", POINTER, POINTER)(moving)
-    function("ggml_build_forward_expand", None, POINTER, POINTER)(graph, out)
-    buffers = place(fixed, backend), place(moving, backend)
-    function("ggml_backend_buffer_set_usage", None, POINTER, ctypes.c_int)(buffers[0], WEIGHTS)
-    for made, values in ((w, weights), (x, columns)):
-        put(made, values.ctypes.data, 0, values.nbytes)
-    assert function("ggml_backend_graph_compute", ctypes.c_int, POINTER, POINTER)(backend, graph) == 0
-    found = np.empty((len(columns), ROWS), np.float32)
-    get = function("ggml_backend_tensor_get", None, POINTER, POINTER, ctypes.c_size_t, ctypes.c_size_t)
-    get(out, found.ctypes.data, 0, found.nbytes)
-    for buffer in buffers:
-        function("ggml_backend_buffer_free", None, POINTER)(buffer)
-    for context in (fixed, moving):
-        function("ggml_free", None, POINTER)(context)
-    function("ggml_backend_free", None, POINTER)(backend)
-    return found
+    with Work() as work:
+        fixed, moving = work.context(), work.context()
+        w = new(fixed, kind, VALUES, ROWS, 1)
+        x = new(moving, Type.F32, VALUES, *((1, len(columns)) if sequences else (len(columns), 1)))
+        out = function("ggml_mul_mat", POINTER, *[POINTER] * 3)(moving, w, x)
+        graph = work.graph(moving, out)
+        function("ggml_backend_buffer_set_usage", None, POINTER, ctypes.c_int)(work.place(fixed), WEIGHTS)
+        work.place(moving)
+        put(w, weights)
+        put(x, columns)
+        work.compute(graph)
+        return take(out, (len(columns), ROWS))
 
 
 def is_ours(kind: Type, count: int, *, sequences: bool) -> bool:
     """Does our kernel compute it?"""
-    describe = function("ggml_backend_dev_description", ctypes.c_char_p, POINTER)
-    if not ON_GPU or os.environ.get("KVFLASH_KERNELS") == "stock" or not re.search(b"H[12]00", describe(device())):
-        return False
     fits = count <= 64 if sequences or kind != Type.Q6_K else 4 <= count <= 32
-    return fits and (count > 1 or kind != Type.Q6_K)
+    return has_our_kernels() and fits and (count > 1 or kind != Type.Q6_K)
 
 
 @pytest.mark.parametrize("sequences", [False, True])
@@ -101,7 +54,7 @@ def test_products_are_right_and_columns_apart(kind: Type, count: int, sequences:
 
     Upstream's matrix kernel multiplies the minima of Q4_K and Q5_K with sums of the values before they were rounded.
     """
-    weights, real = quantised(kind)
+    weights, real = weights_of(kind)
     columns = np.random.default_rng(count).standard_normal((count, VALUES)).astype(np.float32)
     found = products(kind, weights, columns, sequences=sequences)
     exact = columns.astype(np.float64) @ real.T
