@@ -14,6 +14,7 @@ import numpy as np
 
 from kvflash_ggml.arrays import Floats
 from kvflash_ggml.constants import CHUNK
+from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.policy.base import ScoreRequest
 from kvflash_ggml.policy.heads import log_shares
 from kvflash_ggml.policy.qk import QKScorer
@@ -73,6 +74,8 @@ class Answer:
 
 
 def run(model: str, plan: Faults, options: dict[str, Any]) -> None:
+    if min(plan.contexts) <= POOL:
+        raise ConfigError(f"contexts={min(plan.contexts)}: nothing is scored in a pool of {POOL}: give more tokens")
     answers = [answer for context in plan.contexts for answer in written(model, plan, context, options)]
     lags = [told(answers, lag) for lag in range(LAGS)]
     rows = [rule(answers, threshold, plan.pools) for threshold in plan.thresholds]
