@@ -197,8 +197,8 @@ class KVFlashConfig:
         notation.tokens, "--kvflash-tau", least=1,
         help="Tokens between two reselections while generating; chunks are scored four times as often. Beside a GPU the"
         " same call computes the same bits with a number only.  [default: chunks of a text that outgrows the pool are"
-        " scored at every token, or as often as that costs little; beside a GPU at every second, or as often as a thread"
-        " has time]",
+        " scored at every token, or as often as that costs little; beside a GPU at every second, or as often as a"
+        " thread has time]",
     )  # fmt: skip
     calibrate: bool | Path = _pool(
         _read_calibration, "--kvflash-calibrate", default=True, metavar="on|off|FILE", shown=False,
