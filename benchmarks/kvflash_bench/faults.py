@@ -75,7 +75,9 @@ class Answer:
 
 def run(model: str, plan: Faults, options: dict[str, Any]) -> None:
     if min(plan.contexts) <= POOL:
-        raise ConfigError(f"contexts={min(plan.contexts)}: nothing is scored in a pool of {POOL}: give more tokens")
+        raise ConfigError(
+            f"--contexts {min(plan.contexts)}: a text that fits a pool of {POOL} is not scored: give more"
+        )
     answers = [answer for context in plan.contexts for answer in written(model, plan, context, options)]
     lags = [told(answers, lag) for lag in range(LAGS)]
     rows = [rule(answers, threshold, plan.pools) for threshold in plan.thresholds]

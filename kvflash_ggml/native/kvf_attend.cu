@@ -29,7 +29,7 @@ static __device__ __forceinline__ void mma(float (&c)[4], const half2 (&a)[4], c
 }
 
 // Four squares of 8 by 8 float16, transposed. A lane names a row.
-static __device__ __forceinline__ void turned(half2 (&a)[4], const void * row) {
+static __device__ __forceinline__ void load_transposed(half2 (&a)[4], const void * row) {
 #ifdef AMPERE_MMA_AVAILABLE
     uint32_t * A = (uint32_t *) a;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -56,7 +56,7 @@ static __device__ __forceinline__ void copy(void * to, const void * from) {
 }
 
 // Lists the tiles of which a row sees a slot. A block does a row; eight threads read a tile.
-static __global__ void __launch_bounds__(1024) attend_tiles(
+static __global__ void __launch_bounds__(1024) list_tiles(
         const half * mask, int * tiles, int * counts, const int n_tiles, const int64_t stride) {
     extern __shared__ uint8_t seen[];
     __shared__ int sums[32];
@@ -118,7 +118,7 @@ static __device__ __forceinline__ uint32_t word(const uint32_t * row, const int 
 }
 
 // Two values as float16: bytes 0 and 1 or 2 and 3.
-static __device__ __forceinline__ half2 two(const uint32_t offset, const uint32_t selector, const half2 scale) {
+static __device__ __forceinline__ half2 dequantize(const uint32_t offset, const uint32_t selector, const half2 scale) {
     const uint32_t bits = __byte_perm(offset, 0x64646464, selector); // 1024 + 128 + value
     return __hmul2(__hsub2(*(const half2 *) &bits, __float2half2_rn(1152.0f)), scale);
 }
@@ -128,27 +128,27 @@ struct layout {
     int     ratio, heads, n_tiles;
 };
 
-template <int D, bool eight> struct sizes {
-    static constexpr int chunk  = eight ? D/16 : 16; // bytes that are copied at once: of the 17*D/16 of a head of a slot, or of 2*D
-    static constexpr int chunks = eight ? 17 : D/8;
-    static constexpr int stride = eight ? (17*D/64 + 3)/4*4 : D/2 + 4; // words: neighbouring slots in other banks
+template <int D, bool q8> struct sizes {
+    static constexpr int chunk  = q8 ? D/16 : 16; // bytes that are copied at once: of the 17*D/16 of a head of a slot, or of 2*D
+    static constexpr int chunks = q8 ? 17 : D/8;
+    static constexpr int stride = q8 ? (17*D/64 + 3)/4*4 : D/2 + 4; // words: neighbouring slots in other banks
     static constexpr int blocks = D/32;
     static constexpr int parts  = WARPS/blocks;    // of a tile's slots, where a head has fewer values than warps could sum
     static constexpr int stage  = 2*TILE*stride;
-    static constexpr int fit    = D == 256 && !eight ? 1 : 3; // blocks of a multiprocessor, by their shared memory
     static constexpr int bytes  = 2*stage*4 + 2*HEADS*(TILE + 4)*4 + HEADS*(TILE + 8)*2 + 2*HEADS*4;
+    static constexpr int blocks_per_sm = D == 256 && !q8 ? 1 : 3; // at most: the shared memory has room for one, or for three
 };
 
-template <int D, bool eight>
-static __global__ void __launch_bounds__(32*WARPS, sizes<D, eight>::fit) attend(
+template <int D, bool q8>
+static __global__ void __launch_bounds__(32*WARPS, sizes<D, q8>::blocks_per_sm) attend(
         const char * Q, const char * K, const char * V, const half * mask, const int * tiles, const int * counts, float * out,
         float2 * meta, const float scale, const layout l) {
-    using size = sizes<D, eight>;
+    using size = sizes<D, q8>;
     extern __shared__ __align__(16) uint32_t shared[];
     float * scores = (float *) (shared + 2*size::stage); // of halves, heads, slots
     half  * probs  = (half *) (scores + 2*HEADS*(TILE + 4));
-    float * shrink = (float *) (probs + HEADS*(TILE + 8));
-    float * total  = shrink + HEADS;
+    float * rescale = (float *) (probs + HEADS*(TILE + 8));
+    float * row_sum = rescale + HEADS;
 
     const int lane = threadIdx.x, warp = threadIdx.y, tid = 32*warp + lane;
     const int g = lane/4, p = lane%4;
@@ -187,7 +187,7 @@ static __global__ void __launch_bounds__(32*WARPS, sizes<D, eight>::fit) attend(
         fetch(tile, 0);
     }
 
-    const int half_of = warp/4, slots = 16*(warp%4);
+    const int dims = warp/4, slots = 16*(warp%4); // which half of a head's values, and the first slot
     constexpr int mine = D/64; // blocks of a half
     uint32_t q[mine][2][2];
 #pragma unroll
@@ -196,7 +196,7 @@ static __global__ void __launch_bounds__(32*WARPS, sizes<D, eight>::fit) attend(
         for (int i = 0; i < 2; ++i) {
             float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             if (g < heads) {
-                v = *(const float4 *) (Q + row*l.q_row + (head0 + g)*l.q_head + 4*(half_of*(D/2) + 32*b + 16*i + 4*p));
+                v = *(const float4 *) (Q + row*l.q_row + (head0 + g)*l.q_head + 4*(dims*(D/2) + 32*b + 16*i + 4*p));
             }
             const half2 lo = __floats2half2_rn(v.x*scale, v.y*scale), hi = __floats2half2_rn(v.z*scale, v.w*scale);
             q[b][i][0] = *(const uint32_t *) &lo;
@@ -204,7 +204,7 @@ static __global__ void __launch_bounds__(32*WARPS, sizes<D, eight>::fit) attend(
         }
     }
 
-    float most = -FLT_MAX/2.0f, sum = 0.0f; // of head `warp`
+    float row_max = -FLT_MAX/2.0f, sum = 0.0f; // of head `warp`
     float acc[2][4] = {};
     const int block = warp%size::blocks, part = warp/size::blocks;
     for (int n = first; n < last; ++n) {
@@ -227,14 +227,14 @@ static __global__ void __launch_bounds__(32*WARPS, sizes<D, eight>::fit) attend(
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const uint32_t * at = k + (slots + g + 8*r)*size::stride;
-                const int of = mine*half_of + b;
-                if constexpr (eight) {
+                const int of = mine*dims + b;
+                if constexpr (q8) {
                     const half2 d = __half2half2(((const half *) at)[17*of]);
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         const uint32_t w = word(at, of, p + 4*i) ^ 0x80808080;
-                        a[i][r + 0] = two(w, 0x4140, d);
-                        a[i][r + 2] = two(w, 0x4342, d);
+                        a[i][r + 0] = dequantize(w, 0x4140, d);
+                        a[i][r + 2] = dequantize(w, 0x4342, d);
                     }
                 } else {
 #pragma unroll
@@ -248,7 +248,7 @@ static __global__ void __launch_bounds__(32*WARPS, sizes<D, eight>::fit) attend(
             mma(c, a[0], q[b][0][0], q[b][0][1]);
             mma(c, a[1], q[b][1][0], q[b][1][1]);
         }
-        float * to = scores + (HEADS*half_of + 2*p)*(TILE + 4) + slots + g;
+        float * to = scores + (HEADS*dims + 2*p)*(TILE + 4) + slots + g;
         to[0] = c[0];
         to[TILE + 4] = c[1];
         to[8] = c[2];
@@ -259,26 +259,26 @@ static __global__ void __launch_bounds__(32*WARPS, sizes<D, eight>::fit) attend(
             const float * from = scores + warp*(TILE + 4) + lane;
             const float s[2] = {from[0] + from[HEADS*(TILE + 4)] + hidden[0],
                                 from[32] + from[HEADS*(TILE + 4) + 32] + hidden[1]};
-            const float now = fmaxf(most, warp_reduce_max(fmaxf(s[0], s[1])));
-            const float less = expf(most - now);
+            const float now = fmaxf(row_max, warp_reduce_max(fmaxf(s[0], s[1])));
+            const float factor = expf(row_max - now);
             const float e[2] = {expf(s[0] - now), expf(s[1] - now)};
-            most = now;
-            sum = sum*less + warp_reduce_sum(e[0] + e[1]);
+            row_max = now;
+            sum = sum*factor + warp_reduce_sum(e[0] + e[1]);
             probs[warp*(TILE + 8) + lane]      = __float2half(e[0]);
             probs[warp*(TILE + 8) + lane + 32] = __float2half(e[1]);
             if (lane == 0) {
-                shrink[warp] = less;
+                rescale[warp] = factor;
             }
         }
         __syncthreads();
 
-        const float2 less = *(const float2 *) (shrink + 2*p);
+        const float2 factors = *(const float2 *) (rescale + 2*p);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            acc[i][0] *= less.x;
-            acc[i][1] *= less.y;
-            acc[i][2] *= less.x;
-            acc[i][3] *= less.y;
+            acc[i][0] *= factors.x;
+            acc[i][1] *= factors.y;
+            acc[i][2] *= factors.x;
+            acc[i][3] *= factors.y;
         }
         constexpr int steps = TILE/16/size::parts;
 #pragma unroll
@@ -286,7 +286,7 @@ static __global__ void __launch_bounds__(32*WARPS, sizes<D, eight>::fit) attend(
             const int slot = 16*(part*steps + i);
             const uint32_t b0 = *(const uint32_t *) (probs + g*(TILE + 8) + slot + 2*p);
             const uint32_t b1 = *(const uint32_t *) (probs + g*(TILE + 8) + slot + 2*p + 8);
-            if constexpr (eight) {
+            if constexpr (q8) {
                 uint32_t w[4];
                 half d[4];
 #pragma unroll
@@ -300,7 +300,8 @@ static __global__ void __launch_bounds__(32*WARPS, sizes<D, eight>::fit) attend(
                 for (int j = 0; j < 2; ++j) {
                     const uint32_t t0 = __byte_perm(w[0], w[1], j == 0 ? 0x5140 : 0x7362);
                     const uint32_t t1 = __byte_perm(w[2], w[3], j == 0 ? 0x5140 : 0x7362);
-                    const half2 a[4] = {two(t0, 0x4140, d0), two(t0, 0x4342, d0), two(t1, 0x4140, d1), two(t1, 0x4342, d1)};
+                    const half2 a[4] = {dequantize(t0, 0x4140, d0), dequantize(t0, 0x4342, d0),
+                                        dequantize(t1, 0x4140, d1), dequantize(t1, 0x4342, d1)};
                     mma(acc[j], a, b0, b1);
                 }
             } else {
@@ -309,7 +310,7 @@ static __global__ void __launch_bounds__(32*WARPS, sizes<D, eight>::fit) attend(
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     half2 a[4];
-                    turned(a, at + 8*j);
+                    load_transposed(a, at + 8*j);
                     mma(acc[j], a, b0, b1);
                 }
             }
@@ -323,7 +324,7 @@ static __global__ void __launch_bounds__(32*WARPS, sizes<D, eight>::fit) attend(
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         float * at = o + (part*HEADS + 2*p + i)*(D + 8) + 32*block;
-        if constexpr (eight) {
+        if constexpr (q8) {
             *(float4 *) (at + 4*g) = make_float4(acc[0][i], acc[0][i + 2], acc[1][i], acc[1][i + 2]);
         } else {
 #pragma unroll
@@ -334,9 +335,9 @@ static __global__ void __launch_bounds__(32*WARPS, sizes<D, eight>::fit) attend(
     }
     const int64_t base = ((int64_t) row*l.heads + head0)*splits + split;
     if (lane == 0) {
-        total[warp] = sum;
+        row_sum[warp] = sum;
         if (splits > 1 && warp < heads) {
-            meta[base + warp*splits] = make_float2(most, sum);
+            meta[base + warp*splits] = make_float2(row_max, sum);
         }
     }
     __syncthreads();
@@ -347,7 +348,7 @@ static __global__ void __launch_bounds__(32*WARPS, sizes<D, eight>::fit) attend(
         for (int n = 0; n < size::parts; ++n) {
             value += o[(n*HEADS + head)*(D + 8) + i];
         }
-        out[(base + head*splits)*D + i] = splits > 1 ? value : value/total[head];
+        out[(base + head*splits)*D + i] = splits > 1 ? value : value/row_sum[head];
     }
 }
 
@@ -355,9 +356,9 @@ bool kvf_attend_wanted(const ggml_tensor * dst, int cc) {
     static const char * kernels = getenv("KVFLASH_KERNELS");
     static const bool   stock   = kernels != nullptr && strcmp(kernels, "stock") == 0;
     const ggml_tensor * Q = dst->src[0], * K = dst->src[1], * V = dst->src[2], * mask = dst->src[3], * sinks = dst->src[4];
-    const bool eight = K->type == GGML_TYPE_Q8_0;
+    const bool q8 = K->type == GGML_TYPE_Q8_0;
     if (stock || cc != GGML_CUDA_CC_HOPPER || !ampere_mma_available(cc) || K->type != V->type ||
-            (!eight && K->type != GGML_TYPE_F16)) {
+            (!q8 && K->type != GGML_TYPE_F16)) {
         return false;
     }
     float max_bias, softcap;
@@ -376,7 +377,7 @@ bool kvf_attend_wanted(const ggml_tensor * dst, int cc) {
         return false;
     }
     for (const ggml_tensor * t : {Q, K, V, mask}) {
-        const size_t aligned = eight && (t == K || t == V) ? D/16 : 16; // what is loaded or copied at once
+        const size_t aligned = q8 && (t == K || t == V) ? D/16 : 16; // what is loaded or copied at once
         if (t->nb[0] != ggml_type_size(t->type) || (uintptr_t) t->data % aligned != 0 || t->nb[1] % aligned != 0 ||
                 t->nb[2] % aligned != 0) {
             return false;
@@ -386,10 +387,10 @@ bool kvf_attend_wanted(const ggml_tensor * dst, int cc) {
     if (sequences > 1) {
         return rows <= KVF_ATTEND_MAX*sequences && rows <= KVF_ATTEND_MAX_APART;
     }
-    return eight && ratio > 1 && rows <= KVF_ATTEND_MAX && slots >= KVF_ATTEND_LEAST_SLOTS;
+    return q8 && ratio > 1 && rows <= KVF_ATTEND_MAX && slots >= KVF_ATTEND_LEAST_SLOTS;
 }
 
-template <int D, bool eight>
+template <int D, bool q8>
 static void attend_heads(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     const ggml_tensor * Q = dst->src[0], * K = dst->src[1], * V = dst->src[2], * mask = dst->src[3];
     cudaStream_t stream = ctx.stream();
@@ -399,7 +400,7 @@ static void attend_heads(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
         (int64_t) (mask->nb[1]/sizeof(half)), (int) (Q->ne[2]/K->ne[2]), (int) Q->ne[2], n_tiles,
     };
     const int shares = K->ne[2]*((l.ratio + HEADS - 1)/HEADS);
-    const int at_once = sizes<D, eight>::fit*ggml_cuda_info().devices[ctx.device].nsm;
+    const int at_once = sizes<D, q8>::blocks_per_sm*ggml_cuda_info().devices[ctx.device].nsm;
     const int splits  = std::max(1, std::min(at_once/(rows*shares), n_tiles/2));
 
     ggml_cuda_pool_alloc<int> tiles(ctx.pool(), (size_t) rows*n_tiles), counts(ctx.pool(), rows);
@@ -410,13 +411,13 @@ static void attend_heads(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
         meta.alloc((size_t) splits*ggml_nrows(dst));
     }
     const ggml_cuda_kernel_launch_params lists(dim3(rows), dim3(1024), n_tiles, stream);
-    ggml_cuda_kernel_launch(attend_tiles, lists, (const half *) mask->data, tiles.get(), counts.get(), n_tiles, l.mask_row);
+    ggml_cuda_kernel_launch(list_tiles, lists, (const half *) mask->data, tiles.get(), counts.get(), n_tiles, l.mask_row);
 
     float scale;
     memcpy(&scale, dst->op_params, sizeof(float));
-    constexpr auto kernel = attend<D, eight>;
-    CUDA_SET_SHARED_MEMORY_LIMIT(kernel, (sizes<D, eight>::bytes));
-    const ggml_cuda_kernel_launch_params params(dim3(rows, splits, shares), dim3(32, WARPS), sizes<D, eight>::bytes, stream);
+    constexpr auto kernel = attend<D, q8>;
+    CUDA_SET_SHARED_MEMORY_LIMIT(kernel, (sizes<D, q8>::bytes));
+    const ggml_cuda_kernel_launch_params params(dim3(rows, splits, shares), dim3(32, WARPS), sizes<D, q8>::bytes, stream);
     ggml_cuda_kernel_launch(kernel, params, (const char *) Q->data, (const char *) K->data, (const char *) V->data,
         (const half *) mask->data, (const int *) tiles.get(), (const int *) counts.get(),
         splits > 1 ? parts.ptr : (float *) dst->data, meta.ptr, scale, l);

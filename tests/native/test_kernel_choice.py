@@ -197,12 +197,19 @@ extern "C" bool attend(int cc, int type, int64_t rows, int64_t slots, int64_t he
         case 11: k.data = (void *) 2; break;
         case 12: v.nb[1] = 2; break;
         case 13: mask.nb[1] = 2; break;
+        case 14: v.ne[0] = 192; break;
+        case 15: k.nb[2] = 2; break;
+        case 16: mask.ne[2] = 2; break;
+        case 17: q.nb[2] = 8; break;
     }
-    for (int i = 0; i < 5; ++i) out.src[i] = other == 14 && i == 3 || other != 15 && i == 4 ? nullptr : tensors + i;
+    for (int i = 0; i < 5; ++i) out.src[i] = tensors + i;
+    if (other == 18) out.src[3] = nullptr;
+    if (other != 19) out.src[4] = nullptr;
     memcpy(out.op_params + 1, &bent, sizeof(float));
     memcpy(out.op_params + 2, &capped, sizeof(float));
     out.op_params[15] = sequences;
-    if (other == 16) q.ne[2] = 4;
+    if (other == 20) q.ne[2] = 4;
+    if (other == 21) k.nb[1] = head / 16;
     return kvf_attend_wanted(&out, cc);
 }
 """
@@ -233,12 +240,15 @@ def test_rows_apart_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert not taken(type, 4, 4, slots=4096 + 64)
         assert taken(type, 4, 4, slots=1 << 21)
         assert not taken(type, 4, 4, slots=(1 << 21) + 256)
-        assert not any(taken(type, 4, 4, other=other) for other in range(1, 16))
+        assert not any(taken(type, 4, 4, other=other) for other in range(1, 20))
     assert not taken(Type.Q4_0, 4, 4)
     assert not taken(Type.Q8_0, 1, 1, slots=3840)
     assert taken(Type.Q8_0, 4, 4, slots=256)
-    assert not taken(Type.Q8_0, 1, 1, other=16)  # heads that share no key
-    assert taken(Type.Q8_0, 4, 4, other=16)
+    assert not taken(Type.Q8_0, 1, 1, other=20)  # heads that share no key
+    assert taken(Type.Q8_0, 4, 4, other=20)
+    for head in 64, 128, 256:  # what is copied at once
+        assert taken(Type.Q8_0, 4, 4, head=head, other=21)
+        assert taken(Type.F16, 4, 4, head=head, other=21) == (head == 256)
     monkeypatch.setenv("KVFLASH_KERNELS", "stock")
     assert not attend(tmp_path / "stock")(Type.Q8_0, 4, 4)
     code = (upstream_llama() / CUDA / "fattn.cu").read_text(encoding="utf-8")

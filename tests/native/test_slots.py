@@ -81,14 +81,10 @@ def prompts_of(tokens: Tokens, count: int) -> list[list[int]]:
     return [tokens[700 * i : 700 * i + 900 + 50 * i].tolist() for i in range(count)]
 
 
-def same(mine: Sequence[int], its: Drawn) -> bool:
-    """The other batch shape rounds otherwise: what follows a near tie may be another text.
-
-    The model with sliding windows has random weights. Attention weights that differ by 3e-4 change the twelfth token of
-    an answer, by 1e-3 the seventh: as much as a GPU's kernels for one row and for several round apart.
-    """
+def same(mine: Sequence[int], its: Drawn, *, most: int = MOST // 2) -> bool:
+    """The other batch shape rounds otherwise: what follows a near tie may be another text."""
     ties = (place for place, gap in enumerate(its.gaps) if gap < TIE.here)
-    end = min(MOST // 4 if ON_GPU else MOST // 2, next(ties, MOST))
+    end = min(most, next(ties, MOST))
     return list(mine[:end]) == list(its.tokens[:end])
 
 
@@ -96,7 +92,12 @@ def same(mine: Sequence[int], its: Drawn) -> bool:
 def test_each_answer_is_that_of_a_lone_run(
     kind: str, llama: Callable[..., Any], tokens: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice as many as there are slots, which together outgrow the pool four times over: all of them finish."""
+    """Twice as many as there are slots, which together outgrow the pool four times over: all of them finish.
+
+    The model with sliding windows has random weights. Attention weights that differ by 3e-4 change the twelfth token of
+    an answer, by 1e-3 the seventh, and a GPU has other kernels for one row and for several.
+    """
+    most = MOST // 4 if ON_GPU and kind == "iswa" else MOST // 2
     monkeypatch.setattr(schedule, "LEAST_TURN_S", math.inf)  # or answers of a slow machine take turns
     prompts = prompts_of(tokens, 2 * SLOTS)
     wanted = lone(llama, prompts, kind)
@@ -109,7 +110,7 @@ def test_each_answer_is_that_of_a_lone_run(
         assert scheduler.counters()["page_ins"] > 0
         assert scheduler.counters()["policy"] == "qk"
         found = [end.tokens for end in ends if isinstance(end, Finished)]
-    assert all(same(mine, its) for mine, its in zip(found, wanted, strict=True))
+    assert all(same(mine, its, most=most) for mine, its in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])

@@ -101,7 +101,7 @@ def all_finite(engine: Any) -> bool:
 
 
 def spread(engine: Any) -> None:
-    """Let steps of several texts be as on a GPU: if a slot is not finite, no logits of them are."""
+    """Let steps of several texts be as with upstream's attention on a GPU: a slot that is not finite spoils all."""
     step, argmax, seqs = engine.step, engine.argmax, set[int]()
 
     def noted(count: int, *rest: Any) -> None:

@@ -41,9 +41,10 @@ def has_our_kernels() -> bool:
     """Is it a GPU that our kernels are for, and are they asked for?"""
     if not ON_GPU or os.environ.get("KVFLASH_KERNELS") == "stock":
         return False
-    gpu = device()
-    describe = function("ggml_backend_dev_description", ctypes.c_char_p, POINTER)
-    return bool(re.search(b"H[12]00", describe(gpu)))
+    name, describe = (
+        function(f"ggml_backend_dev_{what}", ctypes.c_char_p, POINTER)(device()) for what in ("name", "description")
+    )
+    return name.startswith(b"CUDA") and bool(re.search(rb"\bG?H(100|200|800|20)\b", describe))
 
 
 def quantised(kind: Type, values: np.ndarray) -> np.ndarray:
@@ -56,12 +57,20 @@ def quantised(kind: Type, values: np.ndarray) -> np.ndarray:
     return data[:count].reshape(len(values), -1)
 
 
+def new(context: int, kind: Type, *shape: int) -> int:
+    """A tensor of three dimensions, the innermost first."""
+    tensor = function("ggml_new_tensor_3d", POINTER, POINTER, ctypes.c_int, *[ctypes.c_int64] * 3)
+    return tensor(context, kind, *shape)  # type: ignore[no-any-return]
+
+
 def put(tensor: int, values: np.ndarray) -> None:
+    """Write all of a tensor that has its memory."""
     set_ = function("ggml_backend_tensor_set", None, POINTER, POINTER, ctypes.c_size_t, ctypes.c_size_t)
     set_(tensor, values.ctypes.data, 0, values.nbytes)
 
 
 def take(tensor: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Read all of a tensor of float32, with the outermost dimension first."""
     found = np.empty(shape, np.float32)
     get = function("ggml_backend_tensor_get", None, POINTER, POINTER, ctypes.c_size_t, ctypes.c_size_t)
     get(tensor, found.ctypes.data, 0, found.nbytes)
@@ -71,10 +80,13 @@ def take(tensor: int, shape: tuple[int, ...]) -> np.ndarray:
 class Work:
     """Tensors of a device, and what is computed from them. Use it in a `with`."""
 
-    def __enter__(self) -> Work:
-        self.backend = function("ggml_backend_dev_init", POINTER, POINTER, ctypes.c_char_p)(device(), None)
+    def __init__(self) -> None:
         self._contexts: list[int] = []
         self._buffers: list[int] = []
+        self._backend = function("ggml_backend_dev_init", POINTER, POINTER, ctypes.c_char_p)(device(), None)
+        assert self._backend
+
+    def __enter__(self) -> Work:
         return self
 
     def context(self) -> int:
@@ -84,9 +96,10 @@ class Work:
 
     def place(self, context: int) -> int:
         """Memory for the context's tensors: a buffer."""
-        place = function("ggml_backend_alloc_ctx_tensors", POINTER, POINTER, POINTER)
-        self._buffers.append(place(context, self.backend))
-        return self._buffers[-1]
+        buffer: int = function("ggml_backend_alloc_ctx_tensors", POINTER, POINTER, POINTER)(context, self._backend)
+        assert buffer
+        self._buffers.append(buffer)
+        return buffer
 
     def graph(self, context: int, out: int) -> int:
         graph: int = function("ggml_new_graph", POINTER, POINTER)(context)
@@ -94,17 +107,11 @@ class Work:
         return graph
 
     def compute(self, graph: int) -> None:
-        assert function("ggml_backend_graph_compute", ctypes.c_int, POINTER, POINTER)(self.backend, graph) == 0
+        assert function("ggml_backend_graph_compute", ctypes.c_int, POINTER, POINTER)(self._backend, graph) == 0
 
     def __exit__(self, *_: object) -> None:
         for buffer in self._buffers:
             function("ggml_backend_buffer_free", None, POINTER)(buffer)
         for context in self._contexts:
             function("ggml_free", None, POINTER)(context)
-        function("ggml_backend_free", None, POINTER)(self.backend)
-
-
-def new(context: int, kind: Type, *shape: int) -> int:
-    """A tensor of three dimensions, the innermost first."""
-    tensor = function("ggml_new_tensor_3d", POINTER, POINTER, ctypes.c_int, *[ctypes.c_int64] * 3)
-    return tensor(context, kind, *shape)  # type: ignore[no-any-return]
+        function("ggml_backend_free", None, POINTER)(self._backend)
