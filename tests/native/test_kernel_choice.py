@@ -184,7 +184,7 @@ extern "C" bool attend(int cc, int type, int64_t rows, int64_t slots, int64_t he
     float bent = 0, capped = 0;
     for (ggml_tensor * tensor : {&q, &k, &v, &mask}) tensor->nb[0] = tensor->type;
     switch (other) {
-        case 1:  v.type = GGML_TYPE_Q4_0; break;
+        case 1:  v.type = GGML_TYPE_Q4_0; v.nb[0] = v.type; break;
         case 2:  bent = 8; break;
         case 3:  capped = 30; break;
         case 4:  out.op_params[4] = 1; break;

@@ -11,9 +11,11 @@ from kvflash_bench import faults
 from kvflash_bench.asks import Setting
 from kvflash_bench.filler import read_text
 from kvflash_bench.outcomes import Outcome
+from kvflash_bench.plans_texts import Faults
 from kvflash_bench.tasks_kinds import make
 from kvflash_bench.tasks_turning import GOODS, TURNS
 from kvflash_ggml.constants import CHUNK
+from kvflash_ggml.errors import ConfigError
 
 TEXT = read_text(sorted((Path(__file__).parents[1] / "text").glob("*.txt")))
 
@@ -113,3 +115,9 @@ def test_the_rule_says_what_it_costs():
     assert row["plain"] == pytest.approx(2 / 30)
     assert row["512 plain"] == pytest.approx(100 / 30)
     assert row["512 in time"] == row["512 again"] == 1
+
+
+def test_a_text_that_fits_the_pool_is_refused():
+    """Nothing of it is scored, so nothing could be noted."""
+    with pytest.raises(ConfigError, match=r"--contexts 512: .* pool of 512"):
+        faults.run("not opened.gguf", Faults(contexts=(4096, 512)), {})
