@@ -153,6 +153,7 @@ class Sequence:
         """
         self.engine.check_open()
         self.settle()
+        self.relevance.settle()
         if self.length + count > self.n_ctx:
             raise ContextFull(
                 f"Requested tokens ({self.length + count}) exceed context window of {self.n_ctx}"
@@ -435,6 +436,7 @@ class Sequence:
         No step may be prepared. Raises DeviceLost as `settle` does.
         """
         self.settle()
+        self.relevance.settle()
         self.unfinished.work = partial(self._shrink, max_blocks)
         self.unfinished.settle()
 
