@@ -84,22 +84,12 @@ static __global__ void __launch_bounds__(1024) list_tiles(
     for (int t = begin; t < end; ++t) {
         count += seen[t];
     }
-    int before = count;
-#pragma unroll
-    for (int i = 1; i < 32; i *= 2) {
-        const int n = __shfl_up_sync(0xFFFFFFFF, before, i);
-        before += lane >= i ? n : 0;
-    }
+    const int before = warp_prefix_inclusive_sum(count);
     if (lane == 31) {
         sums[warp] = before;
     }
     __syncthreads();
-    int all = sums[lane];
-#pragma unroll
-    for (int i = 1; i < 32; i *= 2) {
-        const int n = __shfl_up_sync(0xFFFFFFFF, all, i);
-        all += lane >= i ? n : 0;
-    }
+    const int all = warp_prefix_inclusive_sum(sums[lane]);
     if (tid == 31) {
         counts[row] = all;
     }
