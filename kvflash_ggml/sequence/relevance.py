@@ -49,7 +49,7 @@ class Relevance:
         self._deferred = stats
 
     def settle(self) -> None:
-        """Use the scores of a prompt's end, if they were deferred. If that fails, they are dropped."""
+        """Use the scores of a prompt's end, if they were deferred. If that fails, the answer goes on without them."""
         stats, self._deferred = self._deferred, None
         if stats is None or self.scoring is None:
             return

@@ -19,6 +19,7 @@ from kvflash_ggml.errors import ConfigError, DecodeError, HostMemoryError
 from kvflash_ggml.policy.base import ScoreRequest
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.sequence import Sequence
+from kvflash_ggml.sequence.step import LAST
 
 KINDS: tuple[dict[str, Any], ...] = ({}, {"recurrent": True}, {"n_swa": 70}, {"alibi": True}, {"asynchronous": True})
 NAMES = ["plain", "recurrent", "window", "alibi", "asynchronous"]
@@ -77,12 +78,19 @@ def test_what_fits_the_pool_is_not_streamed(world: Any) -> None:
     assert session.whole[:500].all()
 
 
-def test_one_look_at_the_end_decides_what_the_answer_begins_with(world: Any) -> None:
-    session = world(scorer=Digest())
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("among_others", [False, True])
+def test_one_look_at_the_end_decides_what_the_answer_begins_with(
+    among_others: bool, asynchronous: bool, world: Any
+) -> None:
+    session = world(scorer=Digest(), asynchronous=asynchronous)
     extend(session, some(1500))
     assert session.scoring.passes == 1
     assert (session.paging.page_ins, session.relevance.rebuild) == (0, False), "the first token does not need it"
-    extend(session, ints(1))
+    if among_others:
+        session.finish(session.prepare_answer(ints(1), LAST))
+    else:
+        extend(session, ints(1))
     assert session.paging.page_ins > 0
     check(session, [*some(1500).tolist(), 1])
     assert not session.whole[1500]
