@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ import pytest
 
 from kvflash_bench import demand
 from kvflash_bench.options import Factors
-from kvflash_bench.sockets import Reply
+from kvflash_bench.sockets import Reply, Server, begun, running
 from kvflash_ggml.batching.messages import DEADLINE
+from kvflash_ggml.errors import KVFlashError
 
 WANTED = demand.Demand(text=range(99), lengths=(2, 9), seed=1)
 
@@ -112,3 +114,20 @@ def test_what_is_asked_for() -> None:
 def test_factors_that_are_none(value: str) -> None:
     with pytest.raises(click.BadParameter, match="such as"):
         Factors().convert(value, None, None)
+
+
+def test_a_server_that_ends_while_it_is_asked_says_why() -> None:
+    program = """
+import os, socket, sys
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    print(f"serving it at http://127.0.0.1:{listener.getsockname()[1]}", file=sys.stderr, flush=True)
+    connection, _ = listener.accept()
+    connection.recv(1)
+    print("there is no vocabulary", file=sys.stderr, flush=True)
+    os.abort()
+"""
+    with (
+        pytest.raises(KVFlashError, match=r"(?s)/completion, the server ended by signal 6: .*there is no vocabulary"),
+        running(Server(begun([sys.executable, "-c", program]))) as server,
+    ):
+        server.ask("/completion", {})
