@@ -135,6 +135,15 @@ def llama(model: Callable[[str], Path]) -> Iterator[Callable[..., Any]]:
     yield from _maker(Llama, model)
 
 
+@pytest.fixture(params=["at once", "beside"])
+def looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where chunks are scored: as this machine does it, or on a thread, whose scores are used later, as beside a GPU."""
+    from kvflash_ggml.native.info import EngineInfo
+
+    if request.param == "beside":
+        monkeypatch.setattr(EngineInfo, "asynchronous", True)
+
+
 @pytest.fixture
 def stock(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., Any]]:
     """Makes upstream's own Llama on the same library; closed after the test."""

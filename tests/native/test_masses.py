@@ -72,6 +72,7 @@ def masses_bytes(engine: Any, device: int) -> int:
     return int(lib.kvf_masses_bytes(engine._engine, device))
 
 
+@pytest.mark.usefixtures("looks")
 @pytest.mark.parametrize(("kind", "kv"), CASES)
 def test_masses_are_those_of_the_real_keys(kind: str, kv: int, llama: Callable[..., Any], tokens: Any) -> None:
     """The index is not looked at, and what the last step adds to it is not waited for."""
@@ -161,6 +162,7 @@ def test_without_memory_for_it_the_index_is_asked_and_the_reason_told(llama: Cal
     assert llm.kvflash.last.ranked == "exact"
 
 
+@pytest.mark.usefixtures("looks")
 def test_heads_that_change_before_the_prompt_is_scored_are_told(
     llama: Callable[..., Any], tokens: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -309,6 +309,7 @@ def test_what_is_all_resident_is_seen_whole(llama: Callable[..., Any], tokens: n
     assert asked.report["read_exactly"] == 300
 
 
+@pytest.mark.usefixtures("looks")
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_an_answer_that_was_put_aside_goes_on_bit_for_bit(
     kind: str, llama: Callable[..., Any], tokens: npt.NDArray[Any]

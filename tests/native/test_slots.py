@@ -448,6 +448,7 @@ def test_an_answer_waits_for_its_reader_and_goes_on_elsewhere(llama: Callable[..
             assert same(end.tokens, its)
 
 
+@pytest.mark.usefixtures("looks")
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_a_text_goes_on_bitwise_identical_in_any_slot(kind: str, llama: Callable[..., Any], tokens: Tokens) -> None:
     """Its chunks lie in other blocks then, in the same order."""
