@@ -137,7 +137,7 @@ def llama(model: Callable[[str], Path]) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(params=["at once", "beside"])
 def looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where chunks are scored: as this machine does it, or on a thread, whose scores are used later, as beside a GPU."""
+    """Where chunks are scored: as this machine does it, or on a thread, for later tokens, as beside a GPU."""
     from kvflash_ggml.native.info import EngineInfo
 
     if request.param == "beside":
