@@ -24,8 +24,6 @@ _JSON = {"content-type": "application/json"}
 START_S = 300
 PATIENCE_S = 600
 END_S = 60
-GONE_S = 2
-"""Within which a server that has closed a connection has ended, if it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class Server:
     lines: list[str] = field(default_factory=list)
     log: dict[str, dict[str, Any]] = field(default_factory=dict)
     _known: threading.Event = field(default_factory=threading.Event)
-    _ended: threading.Event = field(default_factory=threading.Event)
+    _silent: threading.Event = field(default_factory=threading.Event)
 
     def listen(self) -> None:
         """Read what it says until it ends."""
@@ -65,26 +63,25 @@ class Server:
                 self.port = int(found[1])
                 self._known.set()
         self._known.set()
-        self._ended.set()
+        self._silent.set()
 
     def wait(self) -> None:
         """Until it takes requests. KVFlashError with its exit status and what it has said if it ends instead."""
         if not self._known.wait(START_S):
             raise KVFlashError(f"the server has not started in {START_S} s: {''.join(self.lines)}")
         if not self.port:
-            raise KVFlashError(f"the server has not started, it {self._end()}")
+            raise KVFlashError(f"the server has not started, it {self.end()}")
 
-    def _end(self) -> str:
-        """How it ended, and what it has said."""
+    def end(self) -> str:
+        """How it has ended, and what it said last. It has closed its connections: TimeoutExpired if it still runs."""
         status = self.process.wait(END_S)
+        self._silent.wait(END_S)
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
         hint = "; its kernels for packed weights may not suit this CPU: try --no-repack" if status == -SIGILL else ""
         return f"ended {how}{hint}: {''.join(self.lines)}"
 
     def ask(self, path: str, data: dict[str, Any] | None = None, *, timeout_s: float = PATIENCE_S) -> Reply:
-        """One request on a connection of its own, and all of its reply. TimeoutError if nothing comes for so long,
-        KVFlashError with what it has said last if it ends.
-        """
+        """One request on a connection of its own, and all of its reply. TimeoutError if nothing comes for so long."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
         try:
             if data is None:
@@ -96,10 +93,6 @@ class Server:
             kind = reply.headers.get_content_type()
             after = float(reply.headers.get("Retry-After-Ms", 0)) / 1e3
             return Reply(reply.status, json.loads(body) if kind == "application/json" else body.decode(), after)
-        except ConnectionError as err:
-            if not self._ended.wait(GONE_S):
-                raise
-            raise KVFlashError(f"asked for {path}, the server {self._end()}") from err
         finally:
             connection.close()
 

@@ -54,14 +54,21 @@ def kept_paces(
             cells, more = round_up(length + decode + 2, 256) * most, ["--no-kv-unified", "--slot-save-path", place]
             try:
                 with served(folder, model, cells=cells, parallel=most, options=options, more=more) as server:
-                    _answered(server, text, slot=0, tokens=1)
-                    _did(server.ask("/slots/0?action=save", {"filename": "text"}))
-                    return {count: _together(server, text, count, decode) for count in left}
+                    return _paces(server, text, left, decode)
             except KVFlashError as err:
                 if "failed to allocate" not in str(err) and "out of memory" not in str(err):
                     raise
                 left.pop()
     return {}
+
+
+def _paces(server: Server, text: Sequence[int], counts: Sequence[int], decode: int) -> dict[int, float]:
+    try:
+        _answered(server, text, slot=0, tokens=1)
+        _did(server.ask("/slots/0?action=save", {"filename": "text"}))
+        return {count: _together(server, text, count, decode) for count in counts}
+    except ConnectionError as err:
+        raise KVFlashError(f"llama-server has {server.end()}") from err
 
 
 def _together(server: Server, text: Sequence[int], count: int, decode: int) -> float:

@@ -116,7 +116,7 @@ class Prefill:
         if relevance.scoring is not None:
             relevance.request(self.text.tokens, None, rows=None)
             if self.text.reading.exact:
-                relevance.defer(self.text.stats)
+                relevance.take(relevance.scoring.take())
         self._report()
 
     # --- three readers
@@ -147,9 +147,9 @@ class Prefill:
             wanted = text.relevance.ask(text.length + count) if last else NO_MASSES
             yield from self._step(count, rescore=rescore, wanted=wanted, stream=True)
         if scoring is not None:
+            text.relevance.take(scoring.take())  # the answer begins with the chunks that the prompt's end asks for
             if not text.sees_everything:
                 text.stats.ranked, text.stats.ranked_why = scoring.masses.ranked
-            text.relevance.defer(text.stats)  # the answer begins with the chunks that the prompt's end asks for
 
     def _read_by_pool(self) -> Pieces:
         """Evaluate the prompt with the resident chunks in view, then its question again with the chunks it asks for."""

@@ -15,7 +15,6 @@ from ..pool.page_table import PageTable
 from ..pool.residency import Ranking
 from ..trace.events import Events
 from .query_ring import QueryRing
-from .reading import ReadStats
 from .scoring import ASKS, Scoring
 
 if TYPE_CHECKING:
@@ -40,22 +39,6 @@ class Relevance:
         self._table = table
         self._queries = queries
         self._events = events
-        self._deferred: ReadStats | None = None
-
-    def defer(self, stats: ReadStats) -> None:
-        """Leave the scores of a prompt's end to `settle`: the first token of the answer has its logits, and need not
-        wait for them. stats: of the prompt.
-        """
-        self._deferred = stats
-
-    def settle(self) -> None:
-        """Use the scores of a prompt's end, if they were deferred. If that fails, the answer goes on without them."""
-        stats, self._deferred = self._deferred, None
-        if stats is None or self.scoring is None:
-            return
-        self.take(self.scoring.take())
-        if stats.ranked:
-            stats.ranked, stats.ranked_why = self.scoring.masses.ranked
 
     def take(self, scores: Floats | None, *, sparingly: bool = False) -> None:
         """Use new scores, if there are any. sparingly: combine them with the old ones, and move pages only where that
@@ -122,7 +105,7 @@ class Relevance:
 
     def forget(self) -> None:
         """Begin a new request: no score of the last one counts."""
-        self.ranking, self.rebuild, self._deferred = None, False, None
+        self.ranking, self.rebuild = None, False
         self._events.reset()
         if self.scoring is not None:
             self.scoring.restart()
@@ -134,7 +117,7 @@ class Relevance:
 
     def truncated(self, length: int) -> None:
         """Note that the text was cut to `length` tokens. It can be repeated."""
-        self.ranking, self.rebuild, self._deferred = None, False, None
+        self.ranking, self.rebuild = None, False
         if self.scoring is not None:
             self.scoring.truncate(length)
 

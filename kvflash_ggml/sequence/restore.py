@@ -51,7 +51,6 @@ def _state(text: Sequence, length: int | None, *, drafts: bool) -> SessionState:
         saved.queries = text.queries.read(length)
         saved.queries_valid_from = text.queries.saved_from(length, text.length)
         if whole:
-            text.relevance.settle()
             saved.table.scores, saved.table.settled = text.relevance.ranking, text.table.layout.settled
             saved.policy = text.relevance.state(length)
             saved.rebuild = text.relevance.rebuild

@@ -32,7 +32,6 @@ class SelfDraft:
     def __enter__(self) -> SelfDraft:
         text = self._text
         text.begin(self._room)
-        text.relevance.settle()
         if text.scoring is not None and text.scoring.is_ready:
             text.relevance.take_ready()
         return self

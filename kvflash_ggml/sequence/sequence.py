@@ -166,13 +166,11 @@ class Sequence:
         """Prepare a step of an answer; see `prepare`. `begin` has made room for it, and `finish` computes it."""
         self.checkpoints.restored = None  # no step of a prompt follows the restored text
         scoring = self.scoring
-        if scoring is not None and scoring.pending:
-            self.relevance.settle()
-            if scoring.is_ready:
-                count = scoring.selection.since_asked
-                self.relevance.take_ready()
-                if not ahead and self.relevance.asks_for_more():
-                    tokens = self._again(count, tokens)
+        if scoring is not None and scoring.pending and scoring.is_ready:
+            count = scoring.selection.since_asked
+            self.relevance.take_ready()
+            if not ahead and self.relevance.asks_for_more():
+                tokens = self._again(count, tokens)
         return self.prepare(
             tokens, output, after, generated=True, ahead=ahead, branches=branches, stream=self.reading.answers_exactly
         )
@@ -437,7 +435,6 @@ class Sequence:
         No step may be prepared. Raises DeviceLost as `settle` does.
         """
         self.settle()
-        self.relevance.settle()
         self.unfinished.work = partial(self._shrink, max_blocks)
         self.unfinished.settle()
 

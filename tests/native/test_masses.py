@@ -59,12 +59,6 @@ def expected(llm: Any, request: ScoreRequest, masses: Masses) -> Any:
     return np.array(columns)
 
 
-def read(llm: Any, tokens: Any) -> None:
-    """Read a prompt, and wait for the look at its end, which the next step would wait for."""
-    llm.eval(tokens.tolist())
-    inside(llm).session.relevance.settle()
-
-
 def masses_bytes(engine: Any, device: int) -> int:
     """The bytes that masses take of a device by now, by its index in `info.devices`. The next masses reuse them."""
     from kvflash_ggml.native._kvf import lib
@@ -78,7 +72,7 @@ def test_masses_are_those_of_the_real_keys(kind: str, kv: int, llama: Callable[.
     """The index is not looked at, and what the last step adds to it is not waited for."""
     spy = Spy()
     llm = llama(kind, kvflash_policy=spy, type_k=kv, type_v=kv, flash_attn=True, **SIZE)
-    read(llm, tokens[:1601] % llm.n_vocab())
+    llm.eval((tokens[:1601] % llm.n_vocab()).tolist())
     (request,) = spy.asked
     masses = request.masses
     assert masses is not None
@@ -113,7 +107,7 @@ def test_what_is_resident_is_what_real_keys_choose(llama: Callable[..., Any], to
 def test_chunks_out_of_view_keep_the_score_of_the_index(llama: Callable[..., Any], tokens: Any) -> None:
     spy = Spy(heads=np.array([[0, 0], [2, 1]], np.int32))
     llm = llama("dense", kvflash_policy=spy, kvflash_stage=1024, **SIZE)
-    read(llm, tokens[:1701])
+    llm.eval(tokens[:1701].tolist())
     masses = spy.asked[-1].masses
     assert masses is not None
     assert 0 < len(masses.chunks) < 1701 // 64
@@ -153,7 +147,7 @@ def test_without_memory_for_it_the_index_is_asked_and_the_reason_told(llama: Cal
     spy = Spy(heads=np.array([[0, 0], [2, 1]], np.int32))
     llm = llama("dense", kvflash_policy=spy, **SIZE)
     with no_room_for_masses() as refused:
-        read(llm, tokens[:1601])
+        llm.eval(tokens[:1601].tolist())
     assert len(refused) == 1
     assert (llm.kvflash.last.ranked, llm.kvflash.last.ranked_why) == ("index", "no memory on CPU for it")
     assert spy.asked[-1].masses is None
@@ -170,14 +164,14 @@ def test_heads_that_change_before_the_prompt_is_scored_are_told(
     spy = Spy()
     llm = llama("dense", kvflash_policy=spy, **SIZE)
     scoring = inside(llm).session.scoring
-    fetch = scoring.masses.read
+    read = scoring.masses.read
 
     def change(*args: Any) -> Any:
         scoring.use(np.array([[0, 0], [2, 1]], np.int32))
-        return fetch(*args)
+        return read(*args)
 
     monkeypatch.setattr(scoring.masses, "read", change)
-    read(llm, tokens[:1601])
+    llm.eval(tokens[:1601].tolist())
     assert spy.asked[-1].masses is None
     last = llm.kvflash.last
     assert (last.ranked, last.ranked_why) == ("index", "other heads have begun to count since the prompt was read")

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Event
 from typing import Any
 
-import numpy as np
 import pytest
 from support.fake_engine import PAGE_BYTES, Faults
 from support.fake_session import accept, check, close, ints, make, small_slabs, some
 from support.saving import Digest, dump, load
 
-from kvflash_ggml.arrays import Floats
 from kvflash_ggml.constants import CHUNK
-from kvflash_ggml.errors import ConfigError, DecodeError, HostMemoryError
-from kvflash_ggml.policy.base import ScoreRequest
+from kvflash_ggml.errors import DecodeError, HostMemoryError
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.sequence import Sequence
-from kvflash_ggml.sequence.step import LAST
 
 KINDS: tuple[dict[str, Any], ...] = ({}, {"recurrent": True}, {"n_swa": 70}, {"alibi": True}, {"asynchronous": True})
 NAMES = ["plain", "recurrent", "window", "alibi", "asynchronous"]
@@ -78,90 +73,17 @@ def test_what_fits_the_pool_is_not_streamed(world: Any) -> None:
     assert session.whole[:500].all()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("among_others", [False, True])
-def test_one_look_at_the_end_decides_what_the_answer_begins_with(
-    among_others: bool, asynchronous: bool, world: Any
-) -> None:
-    session = world(scorer=Digest(), asynchronous=asynchronous)
+def test_one_look_at_the_end_decides_what_the_answer_begins_with(world: Any) -> None:
+    session = world(scorer=Digest())
     extend(session, some(1500))
     assert session.scoring.passes == 1
-    assert (session.paging.page_ins, session.relevance.rebuild) == (0, False), "the first token does not need it"
-    if among_others:
-        session.finish(session.prepare_answer(ints(1), LAST))
-    else:
-        extend(session, ints(1))
+    assert session.paging.page_ins == 0
+    assert session.relevance.rebuild
+    extend(session, ints(1))
     assert session.paging.page_ins > 0
     check(session, [*some(1500).tolist(), 1])
     assert not session.whole[1500]
     assert (session.stats.generated, session.stats.generated_whole) == (1, 0)
-
-
-class Slow(Digest):
-    """Scores when it is told to."""
-
-    def __init__(self) -> None:
-        self.go = Event()
-
-    def score(self, request: ScoreRequest) -> Floats | None:
-        assert self.go.wait(30), "the first token waits for it"
-        return super().score(request)
-
-
-def test_the_first_token_waits_for_no_look(world: Any) -> None:
-    at_once = world(scorer=Digest(), asynchronous=True)
-    scorer = Slow()
-    session = world(scorer=scorer, asynchronous=True)
-    for one in (at_once, session):
-        extend(one, some(1500))
-    scorer.go.set()
-    for one in (at_once, session):
-        generate(one, 70)
-    assert session.paging.page_ins > 0
-    assert dump(session) == dump(at_once)
-
-
-class Wrong(Digest):
-    """Its first score is of no use."""
-
-    looks = 0
-
-    def score(self, request: ScoreRequest) -> Floats | None:
-        self.looks += 1
-        return np.zeros(1, np.float32) if self.looks == 1 else super().score(request)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_look_that_fails_is_told_once(asynchronous: bool, world: Any) -> None:
-    session = world(scorer=Wrong(), asynchronous=asynchronous)
-    prompt, first = some(1500), ints(1)
-    if asynchronous:
-        extend(session, prompt)
-    with pytest.raises(ConfigError, match="'digest' returned"):
-        extend(session, first if asynchronous else prompt)  # where the host computes, looks are made at once
-    check(session, prompt.tolist())
-    extend(session, first)
-    check(session, [*prompt.tolist(), 1])
-
-
-@pytest.mark.parametrize("then", ["saved", "shrunk", "cut", "asked again"])
-def test_a_look_that_nobody_used_yet_is_not_lost(then: str, world: Any) -> None:
-    session = world(scorer=Digest())
-    extend(session, some(1500))
-    if then == "saved":
-        dump(session)
-        assert session.relevance.rebuild
-    elif then == "shrunk":
-        session.shrink(6)
-        assert session.relevance.rebuild
-    elif then == "cut":
-        session.truncate(1400)
-    else:
-        extend(session, some(200, seed=3))
-    taken = session.scoring.passes, len(session.scoring.pending)
-    assert taken == {"saved": (1, 0), "shrunk": (1, 0), "cut": (1, 0), "asked again": (2, 1)}[then]
-    generate(session, 3)
-    assert (session.paging.page_ins > 0) == (then != "cut")
 
 
 @pytest.mark.parametrize("scorer", [None, Digest])
