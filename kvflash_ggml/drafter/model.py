@@ -21,7 +21,7 @@ from ..native import measure, vocabulary
 from ..policy.base import DRAFTER
 from ..policy.crosstok import TextReader, token_scores
 from ..policy.drafter import QUERY_ROWS, DrafterScorer, TargetReader, TokenReader
-from ..policy.heads import boost_successors, every_head, softmax_max
+from ..policy.heads import boost_successors, every_head, over_chunks
 from ..sequence import restore
 from ..sequence.sidecar import Sidecar
 from ..snapshot.fingerprint import ModelFile
@@ -198,8 +198,8 @@ class SmallModel:
             return np.empty(0, np.float32)
         chunks = range(request.n_chunks)
         masses = self._keys.score_keys(chunks, request)
-        scores = softmax_max(masses)
-        boost_successors(self._keys, request, every_head(self._keys.shapes), masses, chunks, scores)
+        scores, wholes, _ = over_chunks(masses)
+        boost_successors(self._keys, request, every_head(self._keys.shapes), masses, wholes, chunks, scores)
         return _finite(scores)
 
     def score_tokens(self) -> Floats:

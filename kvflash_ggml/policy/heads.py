@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -75,58 +76,54 @@ def log_shares(columns: Floats) -> Floats:
     return shares
 
 
-def softmax_max(columns: Floats, penalty: Floats | float = 0.0) -> Floats:
-    """Return the log of a chunk's largest share of attention in any column, less its penalty; [columns, n] -> [n]."""
-    best = np.full(columns.shape[1], -np.inf, np.float32)
+class Columns(NamedTuple):
+    """What one pass over the logs of attention finds, [columns, n].
+
+    best: [n], the log of a chunk's largest share in any column, less the column's penalty. wholes: [columns, 1], the
+    log of each column's sum. shares: [n], the share of the attention that each chunk gets, summing to 1.
+    """
+
+    best: Floats
+    wholes: Floats
+    shares: Floats
+
+
+def over_chunks(columns: Floats, penalty: Floats | float = 0.0) -> Columns:
+    """Return what is found in the logs of attention masses, [columns, n].
+
+    In `shares` a column counts by the largest share of one chunk in it. A head without a peak averages over the text,
+    and would lose little by reading a sample. Where the attention is on one chunk, its absence is felt.
+    """
+    n = columns.shape[1]
+    best, total, weight = np.full(n, -np.inf, np.float32), np.zeros(n, np.float32), np.float32(0)
+    wholes = np.empty((len(columns), 1), np.float32)
     penalties = np.broadcast_to(np.asarray(penalty, np.float32), (len(columns), 1))
-    work = np.empty((min(BLOCK, len(columns)), columns.shape[1]), np.float32)
+    step = len(columns) // MAX_COLUMNS | 1  # odd, so that every row is sampled
+    work = np.empty((min(BLOCK, len(columns)), n), np.float32)
     for first in range(0, len(columns), BLOCK):
-        part = columns[first : first + BLOCK]
+        part, whole = columns[first : first + BLOCK], wholes[first : first + BLOCK]
         shares = work[: len(part)]
         most = part.max(axis=1, keepdims=True)
         np.exp(np.subtract(part, most, out=shares), out=shares)
-        whole = most + np.log(shares.sum(axis=1, keepdims=True)) + penalties[first : first + BLOCK]
-        np.maximum(best, np.subtract(part, whole, out=shares).max(axis=0), out=best)
-    return best
-
-
-def deciding(columns: Floats, chunks: Int64s, penalty: Floats | float = 0.0) -> tuple[Int64s, Floats]:
-    """Return for some chunks the column that decided in `softmax_max`, and the log of their share in it."""
-    which = np.zeros(len(chunks), np.int64)
-    best = np.full(len(chunks), -np.inf, np.float32)
-    share = np.full(len(chunks), -np.inf, np.float32)
-    penalties = np.broadcast_to(np.asarray(penalty, np.float32), (len(columns), 1))
-    for first in range(0, len(columns), BLOCK):
-        shares = log_shares(columns[first : first + BLOCK])[:, chunks]
-        scores = shares - penalties[first : first + BLOCK]
-        at = scores.argmax(axis=0)
-        found = np.take_along_axis(scores, at[None], axis=0)[0]
-        better = found > best
-        best[better], which[better] = found[better], first + at[better]
-        share[better] = np.take_along_axis(shares, at[None], axis=0)[0][better]
-    return which, share
-
-
-def attention_shares(masses: Floats) -> Floats:
-    """Return the share of the attention that each of n chunks gets; [n], summing to 1. masses: their logs, [columns,
-    n].
-
-    A column counts by the largest share of one chunk in it. A head without a peak averages over the text, and would
-    lose little by reading a sample. Where the attention is on one chunk, its absence is felt.
-    """
-    masses = masses[:: len(masses) // MAX_COLUMNS | 1]  # an odd step, so that every row is sampled
-    total, weight = np.zeros(masses.shape[1], np.float32), np.float32(0)
-    for first in range(0, len(masses), BLOCK):
-        part = masses[first : first + BLOCK]
-        shares = np.exp(part - part.max(axis=1, keepdims=True))
-        whole = shares.sum(axis=1, keepdims=True)
-        focus = 1 / whole  # the largest share, as the largest of `shares` is 1
+        sums = shares.sum(axis=1, keepdims=True)
+        np.add(most, np.log(sums), out=whole)
+        sampled = slice(-first % step, None, step)
+        focus = 1 / sums[sampled]  # the largest share, as the largest of `shares` is 1
         # no matrix product: the threads of BLAS would spin for a while after it and take the cores from others
-        shares *= focus / whole
-        total += shares.sum(axis=0)
+        total += np.multiply(shares[sampled], focus / sums[sampled], out=shares[sampled]).sum(axis=0)
         weight += focus.sum()
-    mean: Floats = total / weight
-    return mean
+        penalised = whole + penalties[first : first + BLOCK]
+        np.maximum(best, np.subtract(part, penalised, out=shares).max(axis=0), out=best)
+    return Columns(best, wholes, total / weight)
+
+
+def deciding(
+    columns: Floats, wholes: Floats, chunks: Sequence[int] | Int64s, penalty: Floats | float = 0.0
+) -> tuple[Int64s, Floats]:
+    """Return for some chunks the column that decided `Columns.best`, and the log of their share in it."""
+    shares = columns[:, chunks] - wholes
+    which = (shares - penalty).argmax(axis=0)
+    return which, np.take_along_axis(shares, which[None], axis=0)[0]
 
 
 # --- a fact across two chunks: the query attends only to its beginning
@@ -147,6 +144,7 @@ def boost_successors(
     request: ScoreRequest,
     heads: Pairs,
     masses: Floats,
+    wholes: Floats,
     chunks: Sequence[int],
     scores: Floats,
     penalty: Floats | float = 0.0,
@@ -154,12 +152,12 @@ def boost_successors(
     """Raise the score of each chunk that follows a chunk whose best column attends to its last EDGE keys.
 
     masses: logs of the attention on every chunk of the text, in the columns of `heads` and the rows of the request,
-    [columns, n]. chunks: whose keys may be read. scores: one per chunk, changed in place. penalty: of each column,
-    [columns, 1].
+    [columns, n]. wholes: of these, see `Columns`. chunks: whose keys may be read. scores: one per chunk, changed in
+    place. penalty: of each column, [columns, 1].
     """
     ordered = np.sort(np.asarray(chunks, np.int64))
     order = ordered[np.argsort(-scores[ordered], kind="stable")[:FOLLOWED]].tolist()
-    best = (log_shares(masses)[:, order] - penalty).argmax(axis=0)
+    best, _ = deciding(masses, wholes, order, penalty)
     own = scores[order].tolist()  # a chunk that only follows another one brings none itself
     for chunk, column, score in zip(order, best.tolist(), own, strict=True):
         after = chunk + 1

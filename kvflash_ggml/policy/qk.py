@@ -19,7 +19,7 @@ from ..constants import CHUNK
 from ..pool.residency import others
 from ..state.statistics import Row, RowForm
 from .base import Keys, Masses, Pairs, Rows, ScoreRequest, register
-from .heads import attention_shares, boost_successors, deciding, every_head, newest, softmax_max, units_of
+from .heads import boost_successors, deciding, every_head, newest, over_chunks, units_of
 
 SCORES_KEPT = 4
 """Scores whose shares are kept: more than can be pending at once."""
@@ -191,20 +191,20 @@ class QKScorer:
             masses, best = self._keys.score_keys(range(n), request, self._heads), free
         else:
             masses = self._keys.score_index(self._units, self._whole(range(n)), self._heads, request)
-            coarse = softmax_max(masses, ages)
+            coarse = over_chunks(masses, ages).best
             asked = free if request.rows > 1 else free[coarse[free] > ASKED_SCORE]
             best = asked[np.argsort(-coarse[asked], kind="stable")[: self.rescored(n)]]
             if len(best):
                 masses[:, best] = self._keys.score_keys(best.tolist(), request, self._heads)
-        scores = softmax_max(masses, ages)
+        scores, wholes, shares = over_chunks(masses, ages)
         if request.rows == 1:
             scores = np.where(scores < ASKED_SCORE, ASKED_SCORE + UNASKED * (scores - ASKED_SCORE), scores)
         if self._successors:
-            boost_successors(self._keys, request, self._heads, masses, best.tolist(), scores, ages)
-        self._shares.append((scores, attention_shares(masses)))
+            boost_successors(self._keys, request, self._heads, masses, wholes, best.tolist(), scores, ages)
+        self._shares.append((scores, shares))
         if self.explains:
             chunks = np.intersect1d(np.concatenate([best, best + 1]), free)  # and the chunks that follow them
-            self._reasons.append((scores, self._explain(masses, chunks, ages, request, scores)))
+            self._reasons.append((scores, self._explain(masses, wholes, chunks, ages, request, scores)))
         return scores
 
     def _rows_for(self, n_chunks: int) -> int:
@@ -236,9 +236,9 @@ class QKScorer:
         return masses
 
     def _explain(
-        self, masses: Floats, chunks: Int64s, ages: Floats, request: ScoreRequest, scores: Floats
+        self, masses: Floats, wholes: Floats, chunks: Int64s, ages: Floats, request: ScoreRequest, scores: Floats
     ) -> list[Reason]:
-        columns, shares = deciding(masses, chunks, ages)
+        columns, shares = deciding(masses, wholes, chunks, ages)
         follows = scores[chunks] > shares - ages[columns, 0] + 1e-3
         first, heads = len(request.tokens) - request.rows, self._heads.tolist()
         reasons = []

@@ -24,7 +24,7 @@ from kvflash_ggml.llama import fitting
 from kvflash_ggml.native import vocabulary
 from kvflash_ggml.policy.crosstok import TextReader
 from kvflash_ggml.policy.drafter import QUERY_ROWS, TokenReader
-from kvflash_ggml.policy.heads import softmax_max, split
+from kvflash_ggml.policy.heads import over_chunks, split
 
 SMALL = MODELS / "scorer-qwen3-q8_0.gguf"
 POOLED = {"n_ctx": 5120, "n_batch": 512, "n_ubatch": 128, "kvflash": 512, "kvflash_policy": "drafter"}
@@ -139,7 +139,7 @@ def test_chunks_and_tokens_get_their_share(target: Any, tokens: Any) -> None:
     assert chunks.shape == (1000 // CHUNK,)
     assert (each.max(axis=1) <= chunks + 1e-3).all()
     look = small._side.request(QUERY_ROWS)
-    plain = softmax_max(small._keys.score_keys(range(look.n_chunks), look))
+    plain = over_chunks(small._keys.score_keys(range(look.n_chunks), look)).best
     follows = np.flatnonzero(chunks != plain)
     np.testing.assert_allclose(chunks[follows], chunks[follows - 1], atol=0.01)
     assert 0 < np.exp(chunks).max() <= 1

@@ -96,7 +96,7 @@ def test_the_estimate_is_near_the_truth(llama: Callable[..., Any]) -> None:
             if scores is not None and look.n_chunks > 40:
                 shares = self.shares_of(scores)
                 every = self._keys.score_keys(range(look.n_chunks), look)
-                truth = heads.attention_shares(every)
+                truth = heads.over_chunks(every).shares
                 best = np.argsort(-scores, kind="stable")[:16]
                 assert shares is not None
                 assert shares.sum() == pytest.approx(1, abs=1e-3)

@@ -7,7 +7,7 @@ import pytest
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.policy.base import KeyShape, ScoreRequest
-from kvflash_ggml.policy.heads import EDGE, FOLLOWED, boost_successors, every_head
+from kvflash_ggml.policy.heads import EDGE, FOLLOWED, boost_successors, every_head, over_chunks
 
 SHAPES = [KeyShape(n_head=2, n_head_kv=1, head=8, scale=1.0), KeyShape(n_head=4, n_head_kv=2, head=4, scale=2.0)]
 
@@ -49,6 +49,10 @@ def masses(*, best, column, rows=3, n_chunks=20):
     return columns
 
 
+def boost(keys, look, heads, columns, *others):
+    boost_successors(keys, look, heads, columns, over_chunks(columns).wholes, *others)
+
+
 HEADS = every_head(SHAPES)
 LAYER0, LAYER1 = 0, 3 * 2 + 3 * 3  # head 0, row 0; and head 3 of the other layer, row 0, which reads KV head 1
 
@@ -57,7 +61,7 @@ LAYER0, LAYER1 = 0, 3 * 2 + 3 * 3  # head 0, row 0; and head 3 of the other laye
 def test_the_next_chunk_follows(place, column):
     scores = np.full(20, -50.0, np.float32)
     scores[[4, 9]] = -1, -3
-    boost_successors(Keys({4: place}), look(), HEADS, masses(best=4, column=column), [4, 9], scores)
+    boost(Keys({4: place}), look(), HEADS, masses(best=4, column=column), [4, 9], scores)
     assert -3 < scores[5] < -1
     assert np.flatnonzero(scores > -50).tolist() == [4, 5, 9]
 
@@ -67,7 +71,7 @@ def test_nothing_follows_from_elsewhere(place):
     scores = np.full(20, -50.0, np.float32)
     scores[4] = -1
     before = scores.copy()
-    boost_successors(Keys({4: place}), look(), HEADS, masses(best=4, column=LAYER0), [4], scores)
+    boost(Keys({4: place}), look(), HEADS, masses(best=4, column=LAYER0), [4], scores)
     assert scores.tolist() == before.tolist()
 
 
@@ -78,7 +82,7 @@ def test_only_the_best_are_read():
     keys = Keys(dict.fromkeys(chunks, (0, 0, CHUNK - 1)))
     columns = np.zeros((18, 40), np.float32)
     columns[LAYER0, chunks] = 9
-    boost_successors(keys, look(n_chunks=40), HEADS, columns, chunks, scores)
+    boost(keys, look(n_chunks=40), HEADS, columns, chunks, scores)
     assert (scores[1::2] > -50).sum() == FOLLOWED
 
 
@@ -89,7 +93,7 @@ def test_the_end_of_the_text_and_what_is_kept_are_left_alone():
     keys = Keys({7: (0, 0, CHUNK - 1), 19: (0, 0, CHUNK - 1)})
     columns = np.zeros((18, 20), np.float32)
     columns[LAYER0, [7, 19]] = 9
-    boost_successors(keys, look(kept={8}), HEADS, columns, [7, 19], scores)
+    boost(keys, look(kept={8}), HEADS, columns, [7, 19], scores)
     assert scores.tolist() == before.tolist()
 
 
@@ -102,5 +106,5 @@ def test_an_older_query_counts_less():
         scores[4] = -1
         penalty = np.zeros((18, 1), np.float32)
         penalty[penalised] = 0.5
-        boost_successors(Keys({4: (0, 0, CHUNK - 1)}), look(), HEADS, columns, [4, 9], scores, penalty)
+        boost(Keys({4: (0, 0, CHUNK - 1)}), look(), HEADS, columns, [4, 9], scores, penalty)
         assert (scores[5] > -50) == follows

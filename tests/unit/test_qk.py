@@ -10,7 +10,7 @@ import pytest
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.policy import qk
 from kvflash_ggml.policy.base import KeyShape, Masses, ScoreRequest
-from kvflash_ggml.policy.heads import BLOCK, as_heads, deciding, every_head, log_shares, softmax_max, split, units_of
+from kvflash_ggml.policy.heads import BLOCK, as_heads, deciding, every_head, log_shares, over_chunks, split, units_of
 from kvflash_ggml.policy.qk import QKScorer
 from kvflash_ggml.sequence.scoring import MARGIN
 
@@ -239,10 +239,24 @@ def test_what_decided_is_what_the_maximum_went_by(rng):
     columns = rng.normal(0, 2, (2 * BLOCK + 7, 30)).astype(np.float32)
     ages = rng.uniform(0, 1, (len(columns), 1)).astype(np.float32)
     chunks = np.array([3, 0, 29, 11])
-    which, shares = deciding(columns, chunks, ages)
+    found = over_chunks(columns, ages)
+    which, shares = deciding(columns, found.wholes, chunks, ages)
     wanted = log_shares(columns) - ages
     np.testing.assert_array_equal(which, wanted[:, chunks].argmax(axis=0))
-    np.testing.assert_allclose(shares - ages[which, 0], softmax_max(columns, ages)[chunks], atol=1e-5)
+    np.testing.assert_allclose(shares - ages[which, 0], found.best[chunks], atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, BLOCK, 2 * BLOCK + 7])
+def test_one_pass_finds_what_each_alone_would(rng, count):
+    columns = rng.normal(0, 2, (count, 30)).astype(np.float32)
+    ages = rng.uniform(0, 1, (count, 1)).astype(np.float32)
+    before, logs = columns.copy(), log_shares(columns)
+    found = over_chunks(columns, ages)
+    np.testing.assert_array_equal(columns, before)
+    np.testing.assert_array_equal(columns - found.wholes, logs)
+    np.testing.assert_allclose(found.best, (logs - ages).max(axis=0), atol=1e-5)
+    weights = np.exp(logs).max(axis=1)
+    np.testing.assert_allclose(found.shares, weights @ np.exp(logs) / weights.sum(), rtol=1e-4)
 
 
 def test_a_chunk_says_why_it_is_asked_for(rng):

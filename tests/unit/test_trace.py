@@ -18,7 +18,7 @@ from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, DecodeError
 from kvflash_ggml.files import check_writable, write_atomically
 from kvflash_ggml.policy import heads
-from kvflash_ggml.policy.heads import attention_shares
+from kvflash_ggml.policy.heads import over_chunks
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.trace import recorder as trace_module
@@ -216,14 +216,14 @@ def test_a_policy_that_cannot_tell_is_not_asked() -> None:
 def test_shares_are_those_of_the_masses() -> None:
     masses = np.log(np.array([[0.7, 0.2, 0.1]], np.float32)) + 5
     before = masses.copy()
-    assert attention_shares(masses) == pytest.approx([0.7, 0.2, 0.1], rel=1e-5)
+    assert over_chunks(masses).shares == pytest.approx([0.7, 0.2, 0.1], rel=1e-5)
     np.testing.assert_array_equal(masses, before)
 
 
 def test_a_column_counts_by_its_largest_share() -> None:
     focused, even = [0.9, 0.05, 0.05], [1 / 3, 1 / 3, 1 / 3]
     masses = np.log(np.array([focused, even], np.float32))
-    shares = attention_shares(masses)
+    shares = over_chunks(masses).shares
     weights = np.array([0.9, 1 / 3]) / (0.9 + 1 / 3)
     assert shares == pytest.approx(weights @ np.array([focused, even]), rel=1e-5)
     assert shares.sum() == pytest.approx(1.0)
@@ -232,9 +232,9 @@ def test_a_column_counts_by_its_largest_share() -> None:
 def test_of_many_columns_a_sample_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(1)
     masses = rng.normal(0, 1, (4096, 8)).astype(np.float32)
-    sampled = attention_shares(masses)
+    sampled = over_chunks(masses).shares
     monkeypatch.setattr(heads, "MAX_COLUMNS", 1 << 20)
-    assert sampled == pytest.approx(attention_shares(masses), abs=0.02)
+    assert sampled == pytest.approx(over_chunks(masses).shares, abs=0.02)
 
 
 # --- files

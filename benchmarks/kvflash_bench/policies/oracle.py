@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvflash_ggml.arrays import Floats
 from kvflash_ggml.policy.base import Keys, ScoreRequest, register
-from kvflash_ggml.policy.heads import softmax_max
+from kvflash_ggml.policy.heads import over_chunks
 
 
 @register("oracle")
@@ -25,6 +25,6 @@ class OracleScorer:
     def score(self, request: ScoreRequest) -> Floats | None:
         if request.n_chunks == 0:
             return None
-        return softmax_max(self._keys.score_keys(range(request.n_chunks), request))
+        return over_chunks(self._keys.score_keys(range(request.n_chunks), request)).best
 
     def close(self) -> None: ...
