@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,6 +40,8 @@ class QueryRing:
         self._engine = engine
         self._rings = [tuple(shape) for shape in engine.query_shapes]
         self._shapes = [(self.rows, *shape[1:]) for shape in self._rings]  # a layer may have rows beyond the ring
+        # consecutive layers of one shape, [layers, rows, values]: every token of an answer asks for its queries
+        self._alike = [(len([*same]), shape[0], math.prod(shape[1:])) for shape, same in groupby(self._rings)]
         self.ring_size = sum(map(math.prod, self._rings))
         self.size = sum(map(math.prod, self._shapes))
         # reused: touching tens of MiB for the first time takes as long as copying them
@@ -87,10 +90,10 @@ class QueryRing:
         if not self.ring:
             return np.empty(0, np.float32)
         rows = order[np.arange(end - count, end) % self.ring]
-        shapes = [(count, *shape[1:]) for shape in self._rings]
+        shapes = [(n, count, row) for n, _, row in self._alike]
         newest: Floats = np.empty(sum(map(math.prod, shapes)), np.float32)
-        for to, source in zip(_layers(newest, shapes), _layers(flat, self._rings), strict=True):
-            source.take(rows, axis=0, out=to, mode="clip")  # another mode would fill a copy
+        for to, source in zip(_layers(newest, shapes), _layers(flat, self._alike), strict=True):
+            source.take(rows, axis=1, out=to, mode="clip")  # another mode would fill a copy
         return newest
 
     def newest_now(self, end: int, count: int) -> Floats:
