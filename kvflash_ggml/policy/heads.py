@@ -89,7 +89,7 @@ class Columns(NamedTuple):
 
 
 def over_chunks(columns: Floats, penalty: Floats | float = 0.0) -> Columns:
-    """Return what is found in the logs of attention masses, [columns, n].
+    """Return what is found in the logs of attention masses, [columns, n]. penalty: of each column, [columns, 1].
 
     In `shares` a column counts by the largest share of one chunk in it. A head without a peak averages over the text,
     and would lose little by reading a sample. Where the attention is on one chunk, its absence is felt.

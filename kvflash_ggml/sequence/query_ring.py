@@ -40,7 +40,7 @@ class QueryRing:
         self._engine = engine
         self._rings = [tuple(shape) for shape in engine.query_shapes]
         self._shapes = [(self.rows, *shape[1:]) for shape in self._rings]  # a layer may have rows beyond the ring
-        # consecutive layers of one shape, [layers, rows, values]: every token of an answer asks for its queries
+        # consecutive layers of one shape, [layers, rows, values]: one call gathers their queries, for every token
         self._alike = [(len([*same]), shape[0], math.prod(shape[1:])) for shape, same in groupby(self._rings)]
         self.ring_size = sum(map(math.prod, self._rings))
         self.size = sum(map(math.prod, self._shapes))

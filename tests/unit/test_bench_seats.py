@@ -257,6 +257,18 @@ def test_an_agent_without_an_answer(server: Agents) -> None:
         sessions.play(server, [[session([1], [2])], [session([3])]], 4, seed=0, thinks=False)  # type: ignore[arg-type]
 
 
+def test_stock_that_ends_is_told_with_what_it_said() -> None:
+    class Gone:
+        def ask(self, path: str, data: object) -> None:
+            raise ConnectionResetError
+
+        def end(self) -> str:
+            return "ended by signal 6: failed to allocate"
+
+    with pytest.raises(KVFlashError, match="llama-server has ended by signal 6: failed to allocate"):
+        stock._paces(Gone(), [1, 2], [1], 4)  # type: ignore[arg-type]
+
+
 def test_rules_are_named() -> None:
     with pytest.raises(click.BadParameter, match="'fair' is none of"):
         Seats(rules=("fair",)).check()

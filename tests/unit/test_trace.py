@@ -235,6 +235,7 @@ def test_of_many_columns_a_sample_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
     sampled = over_chunks(masses).shares
     monkeypatch.setattr(heads, "MAX_COLUMNS", 1 << 20)
     assert sampled == pytest.approx(over_chunks(masses).shares, abs=0.02)
+    assert sampled == pytest.approx(over_chunks(masses[::5]).shares, rel=1e-5)  # across the blocks of a pass
 
 
 # --- files
