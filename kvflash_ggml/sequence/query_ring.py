@@ -17,6 +17,7 @@ from ..arrays import Floats, Int32s
 
 if TYPE_CHECKING:
     from ..native.engine import PagedEngine
+    from ..policy.base import Pairs
 
 
 QueryCopy = tuple[Floats, npt.NDArray[np.intp]]
@@ -82,14 +83,24 @@ class QueryRing:
         """Return `valid_from` of the result of `read`, which has no more rows than a score uses."""
         return max(self.valid_after(cut, length), cut - self.rows) if self.rows else self.valid_after(cut, length)
 
-    def newest(self, flat: Floats, order: npt.NDArray[np.intp], end: int, count: int) -> Floats:
+    def newest(
+        self, flat: Floats, order: npt.NDArray[np.intp], end: int, count: int, heads: Pairs | None = None
+    ) -> Floats:
         """Return the queries of positions [end - count, end) from a flat copy of the ring: per layer [count, ...].
 
-        order: the order when the copy was made.
+        order: the order when the copy was made. heads: (layer, head) [n, 2], the heads whose queries are wanted; those
+        of the others are 0 then. None for all heads.
         """
         if not self.ring:
             return np.empty(0, np.float32)
         rows = order[np.arange(end - count, end) % self.ring]
+        if heads is not None:  # pages of zeros that nobody touches take no time
+            some: Floats = np.zeros(sum(count * math.prod(shape[1:]) for shape in self._rings), np.float32)
+            into = list(_layers(some, [(count, *shape[1:]) for shape in self._rings]))
+            of = list(_layers(flat, self._rings))
+            for layer, head in heads.tolist():
+                into[layer][:, head] = of[layer][rows, head]
+            return some
         shapes = [(n, count, row) for n, _, row in self._alike]
         newest: Floats = np.empty(sum(map(math.prod, shapes)), np.float32)
         for to, source in zip(_layers(newest, shapes), _layers(flat, self._alike), strict=True):

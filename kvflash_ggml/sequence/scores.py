@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 class AttentionScores:
     """Fetches attention scores from the engine for a scorer, which may be anybody's.
 
-    count: how often scores were fetched.
+    room: returns page-locked room for so many floats. count: how often scores were fetched.
     """
 
-    def __init__(self, engine: PagedEngine, scorer: Scorer, ring: QueryRing) -> None:
+    def __init__(self, engine: PagedEngine, scorer: Scorer, ring: QueryRing, room: Callable[[int], Floats]) -> None:
         self.count = 0
+        self._room = room
+        self._values: Floats = np.empty(0, np.float32)  # reused: the scores are used before others are asked for
         self._why = ""  # why the newest step has no scores
         self._engine = engine
         self._scorer = scorer
@@ -60,7 +62,10 @@ class AttentionScores:
             self._why = "the last step of the prompt was not streamed"
             return 0, None
         columns = len(wanted.heads) * len(wanted.rows)
-        values: Floats = np.empty((columns, len(chunks)), np.float32)
+        size = columns * len(chunks)
+        if size > len(self._values):
+            self._values = self._room(max(size, 2 * len(self._values)))
+        values = self._values[:size].reshape(columns, len(chunks))
         try:
             ticket = self._engine.read_masses(values)
         except UnsupportedError as err:

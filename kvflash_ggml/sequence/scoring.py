@@ -132,7 +132,7 @@ class Scoring:
         self._engine = engine
         self._store = store
         self._ring = ring
-        self.masses = AttentionScores(engine, scorer, ring)
+        self.masses = AttentionScores(engine, scorer, ring, self._buffer)
         self._worker = Worker("kvflash-score") if beside else None
         self._addresses: list[int] = []
         self._buffers: list[Floats] = []
@@ -141,7 +141,7 @@ class Scoring:
         self._failed: Exception | None = None
         self._later: list[tuple[int, PageImage]] | None = None
         try:
-            self._buffers += [self._buffer() for _ in range(self._behind + 2)]
+            self._buffers += [self._buffer(ring.ring_size) for _ in range(self._behind + 2)]
             scorer.open(self._keys, n_chunks)
             self._pace(0)
         except BaseException:
@@ -419,8 +419,8 @@ class Scoring:
     ) -> Floats | None:
         self._engine.wait(ticket)
         began = time.perf_counter()
-        queries = self._ring.newest(*copy, len(tokens), rows)
         masses = self.masses.still_wanted(masses, n_chunks, rows)
+        queries = self._ring.newest(*copy, len(tokens), rows, None if masses is None else masses.heads)
         request = ScoreRequest(
             tokens=tokens, n_chunks=n_chunks, rows=rows, queries=queries, protected=protected, masses=masses
         )
@@ -432,14 +432,14 @@ class Scoring:
             self.selection.interval = self.clock.interval
         return scores
 
-    def _buffer(self) -> Floats:
-        """Return page-locked room for the queries of all layers, so that reading them delays nothing."""
-        size = self._ring.ring_size * 4
+    def _buffer(self, count: int) -> Floats:
+        """Return page-locked room for so many floats, so that reading them from a device delays nothing."""
+        size = count * 4
         if size == 0:
             return np.empty(0, np.float32)
         address = self._engine.alloc(size)
         if not address:
-            raise HostMemoryError(f"could not get {size} bytes of host memory for queries: free memory")
+            raise HostMemoryError(f"could not get {size} bytes of host memory for what scores need: free memory")
         self._addresses.append(address)
         return np.frombuffer(self._engine.view(address, size), np.float32)
 

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -262,7 +263,7 @@ class Asking(Foreign):
 def test_heads_are_read_as_the_engine_counts_them() -> None:
     """As a list, or in wider integers, which would name other heads."""
     engine, scorer = FakeEngine(512, 128, query_rows=4), Asking()
-    reader = AttentionScores(engine, scorer, QueryRing(engine, 0))  # type: ignore[arg-type]
+    reader = AttentionScores(engine, scorer, QueryRing(engine, 0), np.empty)  # type: ignore[arg-type]
     for heads in ([[0, 1], [1, 0]], np.array([[0, 1], [1, 0]], np.int64)):
         scorer.wanted = heads, 2
         asked = reader.ask(100, 1, 4)
@@ -292,7 +293,7 @@ def test_masses_need_room() -> None:
 
 def test_masses_of_other_heads_are_of_no_use_and_that_is_told() -> None:
     engine, scorer = FakeEngine(512, 128, query_rows=4), Asking()
-    reader = AttentionScores(engine, scorer, QueryRing(engine, 0))  # type: ignore[arg-type]
+    reader = AttentionScores(engine, scorer, QueryRing(engine, 0), np.empty)  # type: ignore[arg-type]
     known = Masses(
         heads=np.array([[0, 1]], np.int32), rows=2, chunks=np.zeros(1, np.int64), values=np.zeros((2, 1), np.float32)
     )
@@ -303,6 +304,26 @@ def test_masses_of_other_heads_are_of_no_use_and_that_is_told() -> None:
     assert reader.still_wanted(known, 1, 4) is None
     assert reader.ranked == ("index", "other heads have begun to count since the prompt was read")
     assert reader.still_wanted(None, 1, 4) is None
+
+
+def test_queries_of_some_heads_are_those_among_all() -> None:
+    """Where masses are known, only their heads are gathered. The others are 0, in the same places."""
+    engine = SimpleNamespace(
+        info=SimpleNamespace(query_rows=4, n_seq=1), query_shapes=[(5, 3, 2), (5, 3, 2), (5, 2, 4)]
+    )
+    ring = QueryRing(engine, 0)  # type: ignore[arg-type]
+    flat = np.arange(1, ring.ring_size + 1, dtype=np.float32)
+    every = ring.newest(flat, ring.order, 7, 3)
+    heads = [(layer, head) for layer, (_, n_head, _) in enumerate(engine.query_shapes) for head in range(n_head)]
+    for some in (heads, heads[1:6:2], heads[-1:], heads[:0]):
+        found = ring.newest(flat, ring.order, 7, 3, np.array(some, np.int32).reshape(-1, 2))
+        assert found.shape == every.shape
+        at = 0
+        for layer, (_, n_head, size) in enumerate(engine.query_shapes):
+            mine, all_ = (x[at : at + 3 * n_head * size].reshape(3, n_head, size) for x in (found, every))
+            at += 3 * n_head * size
+            for head in range(n_head):
+                assert np.array_equal(mine[:, head], all_[:, head] if (layer, head) in some else 0 * all_[:, head])
 
 
 def test_an_interrupt_while_rows_are_looked_up_mixes_no_looks() -> None:
