@@ -2,14 +2,15 @@
 
 Questions are answered by the full cache and by pools, from the same text that was read exactly. An answer is *lost* if
 the full cache has it right and a pool has it wrong. At each scored token it is noted what the token asked for and what
-was there. Thresholds are chosen on the documents of one set and counted on those of the other.
+was there. Then the full cache reads each answer of a pool, and says how much likelier another token was. Thresholds are
+chosen on the documents of one set and counted on those of the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
+from kvflash_ggml.arrays import Int32s, common_prefix
 from kvflash_ggml.constants import POOL_STEP, round_up
 from kvflash_ggml.trace.events import Change
 
@@ -43,7 +45,8 @@ class Signals:
 
     mean, most: of the share of attention on evicted chunks, after pages moved. late: the largest share that a token's
     heads have for a chunk that was not resident when it was computed. left: that was not when the next one was. moves,
-    again: page-ins per token, and those of chunks that had left within the answer.
+    again: page-ins per token, and those of chunks that had left within the answer. against: by how much at most, in
+    nats, the whole text finds another token likelier than the one that was drawn.
     """
 
     mean: float
@@ -52,6 +55,7 @@ class Signals:
     left: float
     moves: float
     again: float
+    against: float = 0.0
 
 
 class Watch:
@@ -141,25 +145,38 @@ def answered(model: str, plan: Doubts, context: int, options: dict[str, Any]) ->
                 for (pool, tau), llm in zip(arms, llms, strict=True):
                     llm.load_snapshot(file)
                     found = list(_watched(llm, recall.run_case(llm, case, task=task, seed=seed, there=len(prompt))))
-                    right = sum(correct for correct, _ in found)
+                    right = sum(outcome.correct for outcome, _, _ in found)
                     click.echo(f"{fact_set} {task} {pool} {tau}: {right} of {len(found)}", err=True)
                     if llm is llms[0]:
-                        full = [correct for correct, _ in found]
+                        full = [outcome.correct for outcome, _, _ in found]
                         continue
                     told = {"fact_set": fact_set, "task": task, "pool": pool, "tau": tau}
-                    for was, (correct, signals) in zip(full, found, strict=True):
-                        yield Answer(full=was, correct=correct, signals=signals, **told)  # type: ignore[arg-type]
+                    for was, (outcome, signals, text) in zip(full, found, strict=True):
+                        signals = replace(signals, against=against(llms[0], text, outcome.began))
+                        yield Answer(full=was, correct=outcome.correct, signals=signals, **told)  # type: ignore[arg-type]
 
 
-def _watched(llm: Llama, results: Iterator[Outcome | Read]) -> Iterator[tuple[bool, Signals]]:
-    """Yield whether each question is answered right, and its signals."""
+def against(full: Llama, text: Int32s, began: int) -> float:
+    """Let the full cache read a text whose answer began at token `began`. See `Signals.against`."""
+    full.n_tokens = min(began - 1, common_prefix(full.input_ids[: full.n_tokens], text))
+    full.eval(text[full.n_tokens : began].tolist())
+    most = 0.0
+    for token in text[began:].tolist():
+        row = full.newest_logits()
+        most = max(most, float(row.max() - row[token]))
+        full.eval([token])
+    return most
+
+
+def _watched(llm: Llama, results: Iterator[Outcome | Read]) -> Iterator[tuple[Outcome, Signals, Int32s]]:
+    """Yield each answer, its signals, and the text that ends with it."""
     assert llm.kvflash is not None
     watch = Watch()
     llm.kvflash.watch(watch)
     for result in results:
         signals = watch.take()
         if isinstance(result, Outcome):
-            yield result.correct, signals
+            yield result, signals, llm.input_ids[: llm.n_tokens].astype(np.int32)
 
 
 def counts(answers: Sequence[Answer], task: str) -> dict[str, Any]:

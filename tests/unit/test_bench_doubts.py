@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvflash_bench.doubts import Answer, Signals, Watch, counts, threshold, told
+from kvflash_bench.doubts import Answer, Signals, Watch, against, counts, threshold, told
 from kvflash_ggml.trace.events import Change
 
 
@@ -33,6 +33,38 @@ def test_what_was_not_there_in_time_and_what_stays_away():
     assert found.moves == 3 / 4
     assert found.again == 2 / 4, "1 and 5 had left within the answer"
     assert watch.take() == Signals(mean=0, most=0, late=0, left=0, moves=0, again=0)
+
+
+class Reader:
+    """A full cache that finds token t + 1 likeliest after t, by t / 10 nats over all others."""
+
+    def __init__(self, tokens):
+        self.input_ids = np.zeros(32, np.intc)
+        self.n_tokens = 0
+        self.calls = []
+        self.eval(tokens)
+
+    def eval(self, tokens):
+        assert tokens, "logits of nothing"
+        self.calls.append(len(tokens))
+        self.input_ids[self.n_tokens : self.n_tokens + len(tokens)] = tokens
+        self.n_tokens += len(tokens)
+
+    def newest_logits(self):
+        newest = self.input_ids[self.n_tokens - 1]
+        row = np.zeros(64, np.float32)
+        row[newest + 1] = newest / 10
+        return row
+
+
+@pytest.mark.parametrize("known", [[9], [1, 2, 3], [1, 2, 3, 4, 5, 9], [1, 2, 3, 4, 5, 6, 7, 9, 9]])
+def test_the_whole_text_says_which_token_it_would_not_have_drawn(known):
+    """Whatever it has read before: it reads what differs, and has the logits in front of the answer."""
+    full = Reader(known)
+    assert against(full, np.array([1, 2, 3, 4, 5, 6, 7], np.int32), 4) == 0
+    assert against(full, np.array([1, 2, 3, 4, 5, 9, 7, 8], np.int32), 4) == pytest.approx(0.9)
+    assert against(full, np.array([1, 2, 3, 4, 5, 9, 7, 8], np.int32), 7) == 0
+    assert full.input_ids[: full.n_tokens].tolist() == [1, 2, 3, 4, 5, 9, 7, 8]
 
 
 def answer(mass, *, correct=False, fact_set="choose", full=True):
