@@ -243,10 +243,11 @@ class KVFlashConfig:
         help="Tokens that exact reading can see at most. Of a longer text it sees the best chunks.  [default: all, or"
         " what a third of the free device memory holds]",
     )  # fmt: skip
-    answer: Literal["pool", "exact", "lossless"] = _pool(
-        ("pool", "exact", "lossless"), "--kvflash-answer", default="pool",
+    answer: Literal["pool", "exact", "lossless", "auto"] = _pool(
+        ("pool", "exact", "lossless", "auto"), "--kvflash-answer", default="pool",
         help="What the answer's tokens see. pool: the resident chunks. exact: the whole text, at the speed of the bus."
         " lossless: the whole text too; the pool drafts several tokens, and one pass over the text verifies them."
+        " auto: the same, but what the pool drafts stays unless the whole text finds it unlikely."
         " Other drafters (--kvflash-spec, -md) draft for the pool then.",
     )  # fmt: skip
     spec: SpecConfig | None = _pool(
@@ -301,7 +302,7 @@ class KVFlashConfig:
         if self.spec is not None and not isinstance(self.spec, SpecConfig):
             raise ConfigError(f"spec is a SpecConfig or None, not {self.spec!r}")
         self._check_parallel()
-        timed = self.spec is not None or self.answer == "lossless"
+        timed = self.spec is not None or self.pool_drafts
         if self.deterministic and timed and (self.spec is None or self.spec.width is None):
             raise ConfigError(
                 "deterministic: how much of a draft is verified depends on the clock; give a width of spec"
@@ -341,7 +342,7 @@ class KVFlashConfig:
     def serves_one(self) -> str:
         """What is asked for that serves one sequence; empty if nothing is."""
         alone = {
-            "answer='lossless'": self.answer == "lossless",
+            f"answer={self.answer!r}": self.pool_drafts,
             "policy='drafter'": self.policy == "drafter",
             "reading='preview'": self.reading == "preview",
             "a policy that is an object": not isinstance(self.policy, str),
@@ -367,6 +368,11 @@ class KVFlashConfig:
         """Slots below which no chunk of a sequence could ever be evicted, rounded up to the pool step."""
         padding = round_up(self.sequences, CHUNK) if self.deterministic_batch else 0
         return round_up((self.sinks + self.tail_of() + 2) * CHUNK * self.sequences + padding, POOL_STEP)
+
+    @property
+    def pool_drafts(self) -> bool:
+        """Does the pool draft tokens that the whole text verifies?"""
+        return self.answer in ("lossless", "auto")
 
     @property
     def sees_all(self) -> bool:

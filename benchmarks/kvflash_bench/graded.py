@@ -52,7 +52,8 @@ class Way:
 class Record:
     """One sample on one way. score: 0 to 1. tokens: of the prompt. gold: chunks that hold the answers.
 
-    missing: chunks of these that were not on the device with the second token of the answer. never: nor later.
+    missing: chunks of these that were not on the device with the second token of the answer. never: nor later. won:
+    tokens of a step of the answer; None where nobody drafts.
     """
 
     context: int
@@ -67,6 +68,7 @@ class Record:
     gold: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     never: tuple[int, ...] = ()
+    won: float | None = None
 
     @property
     def key(self) -> tuple[int, str, str, int]:
@@ -130,7 +132,7 @@ class Kept:
 def summary(records: Iterable[Record]) -> list[dict[str, Any]]:
     """A row for each length and way: the mean of each task and the average of the tasks, 0 to 100.
 
-    worse, better: samples that the full cache answered better, or worse, where it has run.
+    worse, better: samples that the full cache answered better, or worse, where it has run. won: tokens of a step.
     """
     found = list(records)
     full = {(r.context, r.task, r.index): r.score for r in found if r.way == "full cache"}
@@ -139,12 +141,14 @@ def summary(records: Iterable[Record]) -> list[dict[str, Any]]:
         some = [r for r in found if (r.context, r.way) == (context, way)]
         scores = {task: [r.score for r in some if r.task == task] for task in dict.fromkeys(r.task for r in some)}
         means = {task: 100 * sum(found) / len(found) for task, found in scores.items()}
+        won = [r.won for r in some if r.won is not None]
         against = [r.score - full[r.context, r.task, r.index] for r in some if (r.context, r.task, r.index) in full]
         rows.append({
             "context": context, "way": way, "samples": len(some), "tasks": means,
             "average": sum(means.values()) / len(means),
             "worse": sum(x < 0 for x in against) if against and way != "full cache" else None,
             "better": sum(x > 0 for x in against) if against and way != "full cache" else None,
+            "won": sum(won) / len(won) if won else None,
         })  # fmt: skip
     return rows
 
@@ -152,11 +156,11 @@ def summary(records: Iterable[Record]) -> list[dict[str, Any]]:
 def by_task(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
     """Header and rows of the table with a column for each task."""
     tasks = list(dict.fromkeys(task for row in rows for task in row["tasks"]))
-    header = ["tokens", "cache", "samples", *tasks, "average", "worse", "better"]
+    header = ["tokens", "cache", "samples", *tasks, "average", "worse", "better", "won"]
     cells = [
         [
             row["context"], row["way"], row["samples"], *(tenth(row["tasks"].get(task)) for task in tasks),
-            tenth(row["average"]), row["worse"], row["better"],
+            tenth(row["average"]), row["worse"], row["better"], tenth(row["won"]),
         ]
         for row in rows
     ]  # fmt: skip

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.config import KVFlashConfig, SpecConfig
 from kvflash_ggml.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,6 +46,18 @@ def base_policy(policy: str) -> str:
 
 def reads_exactly(policy: str) -> bool:
     return policy.endswith(EXACT)
+
+
+def answering(answer: str, width: int | None, drafts: str = "") -> dict[str, Any]:
+    """Fields of KVFlashConfig for answers of a kind. width: of steps that verify drafts, None for as many as pay.
+
+    drafts: who drafts for the pool, as --kvflash-spec takes it; "" for nobody.
+    """
+    fields: dict[str, Any] = {"answer": answer}
+    if drafts or (width is not None and answer in ("lossless", "auto")):
+        spec = SpecConfig.read(drafts) if drafts else None
+        fields["spec"] = replace(spec or SpecConfig(types=()), width=width)
+    return fields
 
 
 @contextmanager

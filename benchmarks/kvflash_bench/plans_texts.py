@@ -16,7 +16,8 @@ from .tasks_ruler import TASKS as RULER
 from .tasks_ruler import WHOLE
 from .verb import Plan, option
 
-ANSWERS = ("pool", "exact", "lossless")
+ANSWERS = ("pool", "exact", "lossless", "auto")
+WIDTH = "Rows of each step that verifies drafts.  [default: as many as pay]"
 """Of `ruler`."""
 
 # --- relevance
@@ -56,6 +57,8 @@ class Recall(Asked):
         type=Names(),
     )
     trials: int = option(16, "Of each task; a trial asks once at every depth.")
+    answer: str = option("pool", "What answers of pools see.", type=click.Choice(ANSWERS))
+    width: int | None = option(None, WIDTH, type=COUNT)
     drafter: Path | None = option(
         None, "Small model for the policy of that name, and for previews.", type=file(exists=True)
     )
@@ -79,12 +82,13 @@ class Graded(Plan):
     policies: tuple[str, ...] = option("qk:exact", POLICIES, type=Names())
     answers: tuple[str, ...] = option(
         "pool",
-        "What answers see: pool, or exact and lossless, which see the whole text where a policy reads exactly.",
+        "What answers see: pool, or exact, lossless and auto, which see the whole text where a policy reads exactly.",
         type=Names(),
     )
     drafts: tuple[str, ...] = option(
         "", "Also with each of these drafters: names as --kvflash-spec takes them.", type=Names()
     )
+    width: int | None = option(None, WIDTH, type=COUNT)
     full: bool = option(True, FULL)
     out: Path | None = option(None, "Keep finished samples in this file, and go on from what it has.", type=file())
 

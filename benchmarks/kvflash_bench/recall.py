@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from . import plot, report
 from .asks import Ask, Case, Frame, Setting
 from .frame import frame_of
 from .inside import session_of, wait
-from .opening import DRAFTER, base_policy, opened, preview_share
+from .opening import DRAFTER, answering, base_policy, opened, preview_share
 from .outcomes import Arm, Outcome, Plan, Read
 from .plans_texts import Recall
 from .previews import Pick, pick_of
@@ -48,7 +49,8 @@ def run(model: str, plan: Recall, options: dict[str, Any]) -> None:
     replies: list[dict[str, Any]] = []
     filler = plan.filler()
     for arm in results.arms(plan.contexts, residency, plan.policies, pools=plan.pools, full=plan.full):
-        outcomes, reads = run_arm(model, arm, trials, filler, options, drafter=plan.drafter)
+        fields = answering(plan.answer, plan.width)
+        outcomes, reads = run_arm(model, arm, trials, filler, options, drafter=plan.drafter, fields=fields)
         if arm.policy == "full":
             by_full = outcomes
         rows += results.summary(arm, outcomes, reads, by_full)
@@ -73,10 +75,16 @@ def run_arm(
     *,
     drafter: Path | None = None,
     seen: Callable[[Outcome], None] | None = None,
+    fields: dict[str, Any] | None = None,
 ) -> tuple[list[Outcome], list[Read]]:
-    """Every trial of every task on one arm. drafter: of the policy of that name. seen: called with each outcome."""
+    """Every trial of every task on one arm. drafter: of the policy of that name. seen: called with each outcome.
+
+    fields: of a pool's KVFlashConfig.
+    """
     share = preview_share(arm.policy)
-    fields = {"drafter": drafter} if base_policy(arm.policy) == DRAFTER and share is None else {}
+    fields = dict(fields or {})
+    if base_policy(arm.policy) == DRAFTER and share is None:
+        fields["scorer"] = drafter
     n_ctx = arm.context + TAIL_ROOM
     outcomes: list[Outcome] = []
     reads: list[Read] = []
@@ -217,6 +225,8 @@ def _outcome(
 
 def _answer(llm: Llama, ask: Ask, gold: Sequence[int]) -> tuple[str, int, float, bool | None]:
     """Greedy text after what has been read, the steps it took and their time, and was its chunk on the device?"""
+    if llm.kvflash is not None and llm.kvflash.spec is not None:
+        return _verified(llm, ask, gold)
     ids: list[int] = []
     seconds = 0.0
     resident = _holds(llm, gold)
@@ -232,6 +242,22 @@ def _answer(llm: Llama, ask: Ask, gold: Sequence[int]) -> tuple[str, int, float,
         if len(ids) == 1:  # what a prompt that was read exactly has found comes with this step
             resident = _holds(llm, gold)
         reply = llm.detokenize(ids).decode("utf-8", "replace")
+    return reply, len(ids), seconds, resident
+
+
+def _verified(llm: Llama, ask: Ask, gold: Sequence[int]) -> tuple[str, int, float, bool | None]:
+    """The same where the whole text verifies what the pool drafts. The text ends with the answer then too."""
+    ids, reply, began, resident = list[int](), "", time.perf_counter(), _holds(llm, gold)
+    vocab = vocabulary.of(llm.model)
+    with closing(llm.generate(llm.input_ids[: llm.n_tokens].tolist(), temp=0.0)) as drawn:
+        for token in drawn:
+            ids.append(token)
+            reply = llm.detokenize(ids).decode("utf-8", "replace")
+            if len(ids) == MAX_NEW or ask.is_settled(reply) or vocabulary.is_end(vocab, token):
+                break
+    seconds = time.perf_counter() - began
+    if not vocabulary.is_end(vocab, ids[-1]):
+        llm.eval(ids[-1:])  # it was drawn, and is not of the text yet
     return reply, len(ids), seconds, resident
 
 

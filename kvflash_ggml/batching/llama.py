@@ -356,6 +356,7 @@ class LlamaModel:
             "policy": stats.policy,
             "read_exactly": stats.last.read_whole,
             "answered_exactly": stats.last.generated_whole,
+            "replaced": stats.last.replaced,
         }
 
     def close(self) -> None:

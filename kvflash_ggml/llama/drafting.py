@@ -47,7 +47,7 @@ def room(
     params: of the context. n_batch, n_ubatch: as they were asked for. The context's parameters do not have them yet if
     n_ctx is 0.
     """
-    if config.spec is None and draft_model is None and config.answer != "lossless":
+    if config.spec is None and draft_model is None and not config.pool_drafts:
         return DraftRoom()
     from ..native.engine import plane_bytes  # here: a Llama without a pool needs no engine
 
@@ -58,12 +58,12 @@ def room(
     rows = min(rows, n_batch)
     n_ubatch = min(n_ubatch or n_batch, n_batch)  # 0 is upstream's "as n_batch"
     planes = max(0, min(rows - 1, n_ubatch - 2)) if size else 0  # llama.cpp wants that a step can fill all of them
-    return DraftRoom(rows, 2 * rows if spec.tree else rows, planes, size if config.answer == "lossless" else 0)
+    return DraftRoom(rows, 2 * rows if spec.tree else rows, planes, size if config.pool_drafts else 0)
 
 
 def likely(config: KVFlashConfig, draft_model: object) -> DraftRoom:
     """Predict what `room` will say at most of a model that has recurrent state. Without kept_bytes."""
-    if config.spec is None and draft_model is None and config.answer != "lossless":
+    if config.spec is None and draft_model is None and not config.pool_drafts:
         return DraftRoom()
     spec = config.spec or SpecConfig()
     rows = spec.width or spec.max_width or ROWS

@@ -27,7 +27,7 @@ class PoolKeywords(TypedDict, total=False):
     kvflash_reading: Literal["auto", "exact", "pool", "preview"] | None
     kvflash_preview_share: float | None
     kvflash_stage: int | None
-    kvflash_answer: Literal["pool", "exact", "lossless"] | None
+    kvflash_answer: Literal["pool", "exact", "lossless", "auto"] | None
     kvflash_spec: SpecConfig | str | None
     kvflash_pins: Sequence[tuple[int, int]] | None
     kvflash_spill: str | Path | None

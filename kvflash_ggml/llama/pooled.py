@@ -91,7 +91,7 @@ class PooledTexts:
     def open_speculator(self, text: Text, draft_model: Any, first: Speculator | None = None) -> None:
         """Let a text have what drafts for it. draft_model, first: as in `speculating.make_speculator`."""
         made, opened = None, self.drafting is not None and len(self.drafting.drafters) > 0
-        if draft_model is not None or opened or first is not None or self.config.answer == "lossless":
+        if draft_model is not None or opened or first is not None or self.config.pool_drafts:
             from .speculating import Drafting, make_speculator
 
             self.drafting = self.drafting or Drafting()

@@ -160,7 +160,7 @@ def make_speculator(
     spec = config.spec or SpecConfig()
     ends = drafting.ends or vocabulary.ends(text.model.weights.vocab)  # nobody was to draft when the context was made
     speculator = partial(Speculator, n_vocab=text.model.n_vocab, ends=ends)
-    if config.answer != "lossless":
+    if not config.pool_drafts:
         if not sources:
             return None
         level = config.sequences > 1 and engine.info.recurrent

@@ -187,12 +187,12 @@ class Encoder:
     def __init__(self, llm: llama_cpp.Llama, text: Text, lock: threading.RLock) -> None:
         handler: Any = llm.chat_handler
         sequence, speculator = text.pooled, text.speculator
-        pool, answer = sequence.pool, sequence.config.answer
-        if speculator is not None and (speculator.types != (NGRAM,) or answer == "lossless"):
+        pool, config = sequence.pool, sequence.config
+        if speculator is not None and (speculator.types != (NGRAM,) or config.pool_drafts):
             raise ConfigError(
                 f"drafts by {', '.join(speculator.types)} beside a chat handler for images, with answers "
-                f"{answer!r}: only kvflash_spec='ngram' drafts in texts with images, and not for lossless "
-                "answers"
+                f"{config.answer!r}: only kvflash_spec='ngram' drafts in texts with images, and not for answers that "
+                "the whole text verifies"
             )
         self._lock = lock
         with self._lock:

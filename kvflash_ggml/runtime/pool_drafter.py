@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvflash_ggml")
 
+NAME = "pool"
+"""The source of its drafts."""
+
 Draw = Callable[[int], int]
 """What is drawn after a row of the newest step."""
 
@@ -34,7 +37,7 @@ class PoolDrafter:
     the text is verified; None to decode token by token.
     """
 
-    name = "pool"
+    name = NAME
     wants = Features(newest=PROMPT)  # its first draft after a prompt is timed apart, but takes as long after any
 
     def __init__(self, made: Text, nested: Speculator | None = None) -> None:

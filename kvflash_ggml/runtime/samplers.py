@@ -91,6 +91,23 @@ def chain(
     return made
 
 
+def can_take(sampler: Any) -> bool:
+    """Tell whether `take` works: not with Python's samplers, which want all logits, nor with Mirostat and adaptive-p,
+    which draw by how likely the tokens before were.
+    """
+    count = llama_cpp.llama_sampler_chain_n(sampler.sampler)
+    last = llama_cpp.llama_sampler_chain_get(sampler.sampler, count - 1)
+    return not sampler.custom_samplers and llama_cpp.llama_sampler_name(last) in (b"dist", b"greedy")
+
+
+def take(sampler: Any, token: int) -> None:
+    """Let a chain draw a token as if there were no other: its random numbers go on, and the token counts as drawn."""
+    only = llama_cpp.llama_token_data(token, 0.0, 0.0)
+    choice = llama_cpp.llama_token_data_array(ctypes.pointer(only), 1, -1, False)
+    llama_cpp.llama_sampler_apply(sampler.sampler, ctypes.pointer(choice))
+    sampler.accept(token)
+
+
 def _process(processor: Processors, text: Text, candidates: Any) -> None:
     """Let logits processors change the logits of a `llama_token_data_array`."""
     found = candidates.contents

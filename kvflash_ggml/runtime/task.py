@@ -13,7 +13,9 @@ from ..errors import ConfigError, KVFlashError, NotFinite, SnapshotError
 from ..logs import Progress
 from ..sequence import prefill, together
 from ..sequence.step import EVERY, LAST, Step
+from . import samplers
 from .hints import SharedCores
+from .pool_drafter import NAME as POOL
 from .saving import Saver
 from .text import OnLogits
 
@@ -23,6 +25,12 @@ if TYPE_CHECKING:
     from ..speculation.loop import Speculator, Verified
 
 Stopping = Callable[[Any, Any], bool]
+
+STANDS = 0.3
+"""In an answer "auto", what the pool has drafted stays if the whole text finds it at least so likely, as a share of the
+likeliest token.
+"""
+
 Pieces = Generator["Pending | None"]
 """Steps to be computed, and None where steps of other requests may come."""
 
@@ -126,6 +134,7 @@ class Task:
         self._token = 0  # the newest that was drawn
         self._likeliest: int | None = None  # the next one, if it is known already
         self._verified: Verified | None = None
+        self._lenient = False  # what the pool drafts stays unless the whole text finds it unlikely
         self._piece: Pending | None = None  # the step that is computed next, of several of a prompt
         self.reads = False
 
@@ -145,6 +154,7 @@ class Task:
             sequence.settle()
         if finder is not None and sequence is not None and not sequence.config.same_bits:
             finder.settle(sequence)
+        self._lenient = self._is_lenient()
         with self._as_asked(), nullcontext() if finder is None else finder.behind():
             if text.speculator is not None:
                 text.speculator.begin(len(tokens) + (text.n_tokens if request.follows else 0), request.most)
@@ -223,6 +233,13 @@ class Task:
             if sequence is not None and before is not None:
                 sequence.reading = before
 
+    def _is_lenient(self) -> bool:
+        """Report whether a token that the pool has drafted may stay where the whole text would draw another one."""
+        request, sequence = self._request, self._text.sequence
+        if sequence is None or (request.answer or sequence.config.answer) != "auto" or request.sample is not None:
+            return False
+        return request.greedy or samplers.can_take(request.sampler)
+
     # --- the prompt
 
     def _read(self, tokens: Int32s, checkpoint: int | None) -> Pieces:
@@ -286,13 +303,26 @@ class Task:
         text, stopping = self._text, self._request.stopping
         row = verified.rows.of(verified.node)
         text.keep(row)
-        self._token = self._sample(text.n_tokens - 1) if verified.picks is None else verified.picks[row]
+        self._token = self._draw_row(verified, row)
         verified.child = verified.draft.child(verified.node, self._token)
         if stopping is not None and stopping(text.ids, text.logits_row(text.n_tokens - 1)):
             verified.end()
             return None
         verified.speculator.pause()
         return self._token
+
+    def _draw_row(self, verified: Verified, row: int) -> int:
+        """Return the token after a row: what the pool has drafted, where that may stay, or what is drawn."""
+        text, drafted = self._text, verified.next_of(POOL) if self._lenient else None
+        likeliest = None if verified.picks is None else verified.picks[row]
+        if drafted is not None and drafted != likeliest and text.finds_likely(drafted, STANDS):
+            if likeliest is None:
+                samplers.take(text.sampler, drafted)
+            return drafted
+        token = self._sample(text.n_tokens - 1) if likeliest is None else likeliest
+        if drafted not in (None, token):
+            text.pooled.stats.replaced += 1
+        return token
 
     # --- what is computed
 

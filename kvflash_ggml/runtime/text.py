@@ -115,11 +115,13 @@ class Text:
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """What a generated token can see: as `readings`, or "lossless" in place of "exact" where the pool drafts."""
+        """What a generated token can see: as `readings`, or "lossless" and "auto" in place of "exact" where the pool
+        drafts.
+        """
         sequence = self.sequence
         if sequence is None or not sequence.pool.stage_slots:
             return self.readings
-        return ("pool", "lossless" if sequence.config.answer == "lossless" else "exact")
+        return ("pool", "lossless", "auto") if sequence.config.pool_drafts else ("pool", "exact")
 
     # --- evaluation
 
@@ -367,6 +369,11 @@ class Text:
             f"no logits are kept of position {pos} of {n_tokens}: it was not evaluated last (by another "
             f"generator of the same model, perhaps), or logits_all=True is needed"
         )
+
+    def finds_likely(self, token: int, share: float) -> bool:
+        """Tell whether a token is at least `share` times as likely as the likeliest one, after the newest position."""
+        row = self.logits_row(self.n_tokens - 1)
+        return bool(row[token] >= row.max() + math.log(share))
 
     def put_logits(self, pos: int, row: npt.NDArray[np.single]) -> None:
         """Make `row` [n_vocab] the logits at `pos`; no other logits are available then."""

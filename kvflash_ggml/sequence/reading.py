@@ -35,7 +35,8 @@ class ReadStats:
 
     read: tokens of the prompt that were not known already. read_whole: of these, tokens that saw the whole text before
     them. generated, generated_whole: the same of the answer. previewed: tokens of a prompt of which a preview has read
-    `read`; 0 for other answers.
+    `read`; 0 for other answers. replaced: tokens of the pool in whose place the whole text put others, in an answer
+    "auto".
 
     ranked: how the resident set at the beginning of the answer was chosen. "exact": by the attention of the prompt's
     end to every key in view, and by the index for keys out of view. "index": by the index, for the reason `ranked_why`.
@@ -46,6 +47,7 @@ class ReadStats:
     read_whole: int = 0
     generated: int = 0
     generated_whole: int = 0
+    replaced: int = 0
     seen: float = 0.0
     previewed: int = 0
     ranked: str = ""

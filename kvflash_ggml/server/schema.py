@@ -210,7 +210,7 @@ class PoolFields(_Known):
     priority: Whole = Field(0, ge=-10, le=10)
     pins: Annotated[list[Pin], Field(fail_fast=True)] = Field(default_factory=list, max_length=64)
     reading: Literal["exact", "pool", "preview"] | None = None
-    answer: Literal["pool", "exact", "lossless"] | None = None
+    answer: Literal["pool", "exact", "lossless", "auto"] | None = None
     drafts: bool = True
     overflow: Literal["error", "roll"] | None = None
     report: Literal["none", "summary"] = "none"

@@ -247,7 +247,8 @@ class Speculator:
 
     def arranged(self, root: int, draft: Draft) -> Verified:
         """Return a draft after the token `root` as the rows of a step."""
-        return Verified(draft, tree.rows(root, draft), self)
+        own = 0 if self._draft is None else len(self._draft)
+        return Verified(draft, tree.rows(root, draft), self, own=own)
 
     def levelled(self, root: int, verified: Verified | None, rows: int) -> Verified:
         """Return a draft with `rows` rows, the root's among them: it is cut, or copies of the root fill it up.
@@ -382,19 +383,25 @@ class Speculator:
 class Verified:
     """A draft whose rows one step verifies. node: the newest accepted one. path: all accepted ones, in order.
 
-    filled: there is no draft, and copies of the root only fill a step, see `Speculator.levelled`. picks: the
-    likeliest token after each row, where nothing else decides. child: the draft's node for the token that was drawn
-    last; None where the draft was wrong.
+    filled: there is no draft, and copies of the root only fill a step, see `Speculator.levelled`. own: nodes that were
+    drafted; those behind them only pad the draft. picks: the likeliest token after each row, where nothing else
+    decides. child: the draft's node for the token that was drawn last; None where the draft was wrong.
     """
 
     draft: Draft
     rows: tree.Rows
     speculator: Speculator
     filled: bool = False
+    own: int = 0
     node: int = ROOT
     path: list[int] = field(default_factory=list)
     picks: list[int] | None = None
     child: int | None = None
+
+    def next_of(self, source: str) -> int | None:
+        """Return the token that a drafter of chains has drafted after the newest accepted one; None for no such."""
+        after = self.node + 1
+        return int(self.draft.tokens[after]) if self.draft.source == source and after < self.own else None
 
     def end(self) -> None:
         """Tell the speculator which rows of the draft were accepted."""

@@ -15,6 +15,8 @@ from support.rounding import LOGITS, ON_GPU, near, without_fusion
 
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.errors import ConfigError
+from kvflash_ggml.runtime import task
+from kvflash_ggml.runtime.task import STANDS
 
 SIZE = {"n_ctx": 1280, "n_batch": 128, "n_ubatch": 128}
 LOSSLESS = {"kvflash": 512, "kvflash_reading": "exact", "kvflash_answer": "lossless", "kvflash_policy": "qk"}
@@ -76,6 +78,96 @@ def test_an_answer_that_is_closed_goes_on(llama: Any, tokens: Any) -> None:
         going_on = drawn(llm, [*prompt, *full[:stop]], 16, temp=0.0)
         assert_alike((full[stop : stop + 16], logits[stop : stop + 16]), going_on)
         check_table(inside(llm).session.table)
+
+
+AUTO = LOSSLESS | {"kvflash_answer": "auto"}
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.9])
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])
+def test_what_the_pool_drafts_stays_if_the_whole_text_finds_it_likely(
+    kind: str, temp: float, llama: Any, tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From nothing stays (a lossless answer) to everything does (what the pool draws by itself)."""
+    prompt, spec = tokens[:1100].tolist(), SpecConfig(width=5)
+    lossless = llama(kind, **SIZE, **LOSSLESS, kvflash_spec=spec)
+    strict, _ = drawn(lossless, prompt, 40, temp=temp)
+    assert lossless.kvflash.last.replaced == 0, "it is no auto answer"
+    llm = llama(kind, **SIZE, **AUTO, kvflash_spec=spec)
+    found = {}
+    for share in (0.0, STANDS, 1.0 + 1e-6):
+        monkeypatch.setattr(task, "STANDS", share or 1e-30)
+        llm.reset()
+        answer, logits = drawn(llm, prompt, 40, temp=temp)
+        stats = llm.kvflash
+        assert stats.spec.last.by_source["pool"].drafted > 0
+        assert stats.streamed_steps > 0
+        assert stats.last.generated_whole == stats.last.generated > 0
+        found[share] = answer, stats.last.replaced, stats.spec.last.accepted
+        if temp == 0:
+            gaps = [float(row.max() - row[token]) for token, row in zip(answer, logits, strict=True)]
+            assert max(gaps) <= -np.log(max(share, 1e-30)) + 1e-6
+    assert found[0.0][1] == 0, "everything stays"
+    assert found[0.0][2] >= found[STANDS][2] >= found[1.0 + 1e-6][2] > 0
+    assert found[0.0][0] != strict, "or the pool drafts what the whole text draws, and nothing was tried"
+    if temp == 0:
+        assert found[1.0 + 1e-6][0] == strict
+        assert found[1.0 + 1e-6][1] > 0
+    assert drawn(llama(kind, **SIZE, **AUTO, kvflash_spec=spec), prompt, 40, temp=temp)[0] == found[1.0 + 1e-6][0]
+
+
+@pytest.mark.parametrize("more", [{"mirostat_mode": 2}, {"logits_processor": [lambda ids, scores: scores]}])
+def test_a_sampler_that_needs_all_logits_draws_every_token(
+    more: dict[str, Any], llama: Any, tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task, "STANDS", 1e-30)
+    prompt = tokens[:1100].tolist()
+    both = [llama(**SIZE, **settings, kvflash_spec=SpecConfig(width=5)) for settings in (LOSSLESS, AUTO)]
+    first, second = [drawn(llm, prompt, 20, temp=0.9, **more)[0] for llm in both]
+    assert first == second
+    assert both[1].kvflash.last.replaced == 0
+
+
+@pytest.mark.parametrize("answer", ["lossless", "auto"])
+def test_a_model_that_drafts_can_be_asked_for_either(answer: str, llama: Any, tokens: Any) -> None:
+    llm = llama(**SIZE, **LOSSLESS | {"kvflash_answer": answer}, kvflash_spec=SpecConfig(width=5))
+    assert inside(llm).text.answers == ("pool", "lossless", "auto")
+
+
+def test_a_chain_that_takes_a_token_goes_on_as_if_it_had_drawn_it() -> None:
+    """Its penalties have seen the token, and its random numbers are those of the next draw."""
+    import llama_cpp
+    from llama_cpp._internals import LlamaSampler
+
+    from kvflash_ggml.runtime import samplers
+
+    def chain() -> Any:
+        made = LlamaSampler()
+        made.add_penalties(32, 32, 2.0, 0.5, 0.5)
+        made.add_top_k(20)
+        made.add_temp(0.9)
+        made.add_dist(7)
+        return made
+
+    def draw(sampler: Any, logits: Any) -> int:
+        items = (llama_cpp.llama_token_data * len(logits))(
+            *(llama_cpp.llama_token_data(token, value, 0) for token, value in enumerate(logits))
+        )
+        choice = llama_cpp.llama_token_data_array(items, len(logits), -1, False)
+        llama_cpp.llama_sampler_apply(sampler.sampler, choice)
+        token = int(choice.data[choice.selected].id)
+        sampler.accept(token)
+        return token
+
+    one, other = chain(), chain()
+    random = np.random.default_rng(3)
+    only = np.full(32, -1e9, np.float32)
+    only[11] = 0
+    assert samplers.can_take(one)
+    assert draw(one, only) == 11
+    samplers.take(other, 11)
+    rows = [random.normal(size=32).astype(np.float32) for _ in range(30)]
+    assert [draw(one, row) for row in rows] == [draw(other, row) for row in rows]
 
 
 def test_it_needs_exact_reading(llama: Any) -> None:
