@@ -13,9 +13,7 @@ from ..errors import ConfigError, KVFlashError, NotFinite, SnapshotError
 from ..logs import Progress
 from ..sequence import prefill, together
 from ..sequence.step import EVERY, LAST, Step
-from . import samplers
 from .hints import SharedCores
-from .pool_drafter import NAME as POOL
 from .saving import Saver
 from .text import OnLogits
 
@@ -134,7 +132,7 @@ class Task:
         self._token = 0  # the newest that was drawn
         self._likeliest: int | None = None  # the next one, if it is known already
         self._verified: Verified | None = None
-        self._lenient = False  # what the pool drafts stays unless the whole text finds it unlikely
+        self._trusted = ""  # the drafter whose tokens stay unless the whole text finds them unlikely
         self._piece: Pending | None = None  # the step that is computed next, of several of a prompt
         self.reads = False
 
@@ -154,7 +152,7 @@ class Task:
             sequence.settle()
         if finder is not None and sequence is not None and not sequence.config.same_bits:
             finder.settle(sequence)
-        self._lenient = self._is_lenient()
+        self._trusted = self._find_trusted()
         with self._as_asked(), nullcontext() if finder is None else finder.behind():
             if text.speculator is not None:
                 text.speculator.begin(len(tokens) + (text.n_tokens if request.follows else 0), request.most)
@@ -233,12 +231,15 @@ class Task:
             if sequence is not None and before is not None:
                 sequence.reading = before
 
-    def _is_lenient(self) -> bool:
-        """Report whether a token that the pool has drafted may stay where the whole text would draw another one."""
+    def _find_trusted(self) -> str:
+        """Return the drafter whose tokens may stay where the whole text would draw others: the pool's, or nobody's."""
         request, sequence = self._request, self._text.sequence
         if sequence is None or (request.answer or sequence.config.answer) != "auto" or request.sample is not None:
-            return False
-        return request.greedy or samplers.can_take(request.sampler)
+            return ""
+        from .pool_drafter import NAME  # here: most answers have no drafts
+        from .samplers import can_take
+
+        return NAME if request.greedy or can_take(request.sampler) else ""
 
     # --- the prompt
 
@@ -313,11 +314,13 @@ class Task:
 
     def _draw_row(self, verified: Verified, row: int) -> int:
         """Return the token after a row: what the pool has drafted, where that may stay, or what is drawn."""
-        text, drafted = self._text, verified.next_of(POOL) if self._lenient else None
+        text, drafted = self._text, verified.next_of(self._trusted) if self._trusted else None
         likeliest = None if verified.picks is None else verified.picks[row]
         if drafted is not None and drafted != likeliest and text.finds_likely(drafted, STANDS):
             if likeliest is None:
-                samplers.take(text.sampler, drafted)
+                from .samplers import take  # here, as above
+
+                take(text.sampler, drafted)
             return drafted
         token = self._sample(text.n_tokens - 1) if likeliest is None else likeliest
         if drafted not in (None, token):
