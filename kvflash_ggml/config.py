@@ -247,7 +247,8 @@ class KVFlashConfig:
         ("pool", "exact", "lossless", "auto"), "--kvflash-answer", default="pool",
         help="What the answer's tokens see. pool: the resident chunks. exact: the whole text, at the speed of the bus."
         " lossless: the whole text too; the pool drafts several tokens, and one pass over the text verifies them."
-        " auto: the same, but what the pool drafts stays unless the whole text finds it unlikely."
+        " auto: the same, but what the pool drafts stays unless the whole text finds it unlikely. How much it drafts"
+        " follows a clock unless --kvflash-spec has a fixed width."
         " Other drafters (--kvflash-spec, -md) draft for the pool then.",
     )  # fmt: skip
     spec: SpecConfig | None = _pool(

@@ -157,7 +157,9 @@ def answered(model: str, plan: Doubts, context: int, options: dict[str, Any]) ->
 
 
 def against(full: Llama, text: Int32s, began: int) -> float:
-    """Let the full cache read a text whose answer began at token `began`. See `Signals.against`."""
+    """Let the full cache read a text whose answer began at token `began`. See `Signals.against`; a token that ends the
+    answer is not of the text.
+    """
     full.n_tokens = min(began - 1, common_prefix(full.input_ids[: full.n_tokens], text))
     full.eval(text[full.n_tokens : began].tolist())
     most = 0.0

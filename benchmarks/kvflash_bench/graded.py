@@ -34,17 +34,21 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """An arm of recall, with how its answers see the text and who drafts for them ("": nobody)."""
+    """An arm of recall, with how its answers see the text and who drafts for them ("": nobody). width: of steps that
+    verify drafts, None for as many rows as pay.
+    """
 
     arm: Arm
     answer: str = "pool"
     drafts: str = ""
+    width: int | None = None
 
     @property
     def name(self) -> str:
         if self.arm.pool is None:
             return "full cache"
         more = [self.answer] * (self.answer != "pool") + [self.drafts] * bool(self.drafts)
+        more += [f"{self.width} rows"] * bool(more and self.width)
         return ", ".join([f"{self.arm.pool} {self.arm.policy}", *more])
 
 
@@ -52,8 +56,7 @@ class Way:
 class Record:
     """One sample on one way. score: 0 to 1. tokens: of the prompt. gold: chunks that hold the answers.
 
-    missing: chunks of these that were not on the device with the second token of the answer. never: nor later. won:
-    tokens of a step of the answer; None where nobody drafts.
+    missing: chunks of these that were not on the device with the second token of the answer. never: nor later.
     """
 
     context: int
@@ -68,14 +71,13 @@ class Record:
     gold: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     never: tuple[int, ...] = ()
-    won: float | None = None
 
     @property
     def key(self) -> tuple[int, str, str, int]:
         return self.context, self.way, self.task, self.index
 
 
-def ways(arms: Sequence[Arm], answers: Sequence[str], drafts: Sequence[str]) -> list[Way]:
+def ways(arms: Sequence[Arm], answers: Sequence[str], drafts: Sequence[str], width: int | None = None) -> list[Way]:
     """Return every arm with every kind of answer, without drafts and with each of them.
 
     Answers that see the whole text need a prompt that was read exactly: other policies are left out there.
@@ -87,7 +89,7 @@ def ways(arms: Sequence[Arm], answers: Sequence[str], drafts: Sequence[str]) -> 
             continue
         for answer in answers:
             if answer == "pool" or reads_exactly(arm.policy):
-                out += [Way(arm=arm, answer=answer, drafts=who) for who in ("", *drafts)]
+                out += [Way(arm=arm, answer=answer, drafts=who, width=width) for who in ("", *drafts)]
     return out
 
 
@@ -132,7 +134,7 @@ class Kept:
 def summary(records: Iterable[Record]) -> list[dict[str, Any]]:
     """A row for each length and way: the mean of each task and the average of the tasks, 0 to 100.
 
-    worse, better: samples that the full cache answered better, or worse, where it has run. won: tokens of a step.
+    worse, better: samples that the full cache answered better, or worse, where it has run.
     """
     found = list(records)
     full = {(r.context, r.task, r.index): r.score for r in found if r.way == "full cache"}
@@ -141,14 +143,12 @@ def summary(records: Iterable[Record]) -> list[dict[str, Any]]:
         some = [r for r in found if (r.context, r.way) == (context, way)]
         scores = {task: [r.score for r in some if r.task == task] for task in dict.fromkeys(r.task for r in some)}
         means = {task: 100 * sum(found) / len(found) for task, found in scores.items()}
-        won = [r.won for r in some if r.won is not None]
         against = [r.score - full[r.context, r.task, r.index] for r in some if (r.context, r.task, r.index) in full]
         rows.append({
             "context": context, "way": way, "samples": len(some), "tasks": means,
             "average": sum(means.values()) / len(means),
             "worse": sum(x < 0 for x in against) if against and way != "full cache" else None,
             "better": sum(x > 0 for x in against) if against and way != "full cache" else None,
-            "won": sum(won) / len(won) if won else None,
         })  # fmt: skip
     return rows
 
@@ -156,11 +156,11 @@ def summary(records: Iterable[Record]) -> list[dict[str, Any]]:
 def by_task(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
     """Header and rows of the table with a column for each task."""
     tasks = list(dict.fromkeys(task for row in rows for task in row["tasks"]))
-    header = ["tokens", "cache", "samples", *tasks, "average", "worse", "better", "won"]
+    header = ["tokens", "cache", "samples", *tasks, "average", "worse", "better"]
     cells = [
         [
             row["context"], row["way"], row["samples"], *(tenth(row["tasks"].get(task)) for task in tasks),
-            tenth(row["average"]), row["worse"], row["better"], tenth(row["won"]),
+            tenth(row["average"]), row["worse"], row["better"],
         ]
         for row in rows
     ]  # fmt: skip

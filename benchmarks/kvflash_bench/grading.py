@@ -50,7 +50,7 @@ def ask_all(
     """
     residency = plan.residency if plan.residency is not None else () if plan.pools else RESIDENCY
     arms = outcomes.arms(plan.contexts, residency, plan.policies, pools=plan.pools, full=plan.full)
-    todo = ways(arms, plan.answers, plan.drafts)
+    todo = ways(arms, plan.answers, plan.drafts, plan.width)
     samples: dict[tuple[int, str, int], Sample] = {}
     found: list[Record] = []
     device = ""
@@ -61,7 +61,7 @@ def ask_all(
                 left = [key for key in here if key not in kept.records]
                 bar.update(len(here) - len(left))
                 if left:
-                    device = _ask_way(model, way, plan.width, left, options, samples, kept, make, score, bar) or device
+                    device = _ask_way(model, way, left, options, samples, kept, make, score, bar) or device
                 found += [kept.records[key] for key in here]
     except KeyboardInterrupt:
         where = f"kept in {plan.out}: the same command goes on from there" if plan.out else "lost: keep them with --out"
@@ -71,12 +71,12 @@ def ask_all(
 
 
 def _ask_way(
-    model: str, way: Way, width: int | None, keys: list[tuple[int, str, str, int]], options: dict[str, Any],
+    model: str, way: Way, keys: list[tuple[int, str, str, int]], options: dict[str, Any],
     samples: dict[tuple[int, str, int], Sample], kept: Kept, make: Make, score: Score, bar: Any,
 ) -> str:  # fmt: skip
     """Ask the samples that are not kept yet. Returns the device it ran on."""
     arm = way.arm
-    fields = answering(way.answer, width, way.drafts)
+    fields = answering(way.answer, way.width, way.drafts)
     with opened(
         model, n_ctx=arm.context, options=options, pool=arm.pool, policy=arm.policy, fields=fields, swa_full=False
     ) as llm:
@@ -127,8 +127,6 @@ def ask(llm: Llama, frame: Frame, sample: Sample, score: Score, *, context: int,
         reply = llm.detokenize(ids).decode("utf-8", "replace")
         if len(ids) >= sample.most or score(sample, reply) == 1:
             break
-    spec = None if llm.kvflash is None else llm.kvflash.spec
-    steps = 0 if spec is None else spec.last.steps + spec.last.plain_steps
     return Record(
         context=context,
         way=way,
@@ -142,7 +140,6 @@ def ask(llm: Llama, frame: Frame, sample: Sample, score: Score, *, context: int,
         gold=gold,
         missing=tuple(sorted(missing)),
         never=tuple(sorted(never & missing)),
-        won=len(ids) / steps if steps else None,
     )
 
 

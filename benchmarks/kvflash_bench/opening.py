@@ -51,12 +51,12 @@ def reads_exactly(policy: str) -> bool:
 def answering(answer: str, width: int | None, drafts: str = "") -> dict[str, Any]:
     """Fields of KVFlashConfig for answers of a kind. width: of steps that verify drafts, None for as many as pay.
 
-    drafts: who drafts for the pool, as --kvflash-spec takes it; "" for nobody.
+    drafts: who drafts for the pool, as --kvflash-spec takes it; "" for nobody, or with a width for the text itself.
     """
     fields: dict[str, Any] = {"answer": answer}
     if drafts or (width is not None and answer in ("lossless", "auto")):
         spec = SpecConfig.read(drafts) if drafts else None
-        fields["spec"] = replace(spec or SpecConfig(types=()), width=width)
+        fields["spec"] = replace(spec or SpecConfig(types=("ngram",)), width=width)
     return fields
 
 

@@ -9,6 +9,7 @@ import click
 
 from . import plot as plots
 from .forms import SETS
+from .opening import reads_exactly
 from .options import Bytes, Factors, Fractions, Names, Number, Numbers, Shares
 from .plans import COUNT, DEPTHS, DOCUMENTS, FULL, POLICIES, PREVIEWS, OfText, file
 from .tasks_longbench import read
@@ -17,8 +18,9 @@ from .tasks_ruler import WHOLE
 from .verb import Plan, option
 
 ANSWERS = ("pool", "exact", "lossless", "auto")
+"""Of `recall` and `ruler`."""
+
 WIDTH = "Rows of each step that verifies drafts.  [default: as many as pay]"
-"""Of `ruler`."""
 
 # --- relevance
 
@@ -66,6 +68,8 @@ class Recall(Asked):
 
     def check(self) -> None:
         super().check()
+        if self.answer != "pool" and not all(map(reads_exactly, self.policies)):
+            raise click.BadParameter(f"{self.answer!r} needs policies with ':exact' alone", param_hint="--answer")
         if self.plot is not None:
             plots.check()
 

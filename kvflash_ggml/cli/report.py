@@ -115,6 +115,8 @@ def losses(last: Any) -> list[str]:
         parts.append("read exactly" if exact else f"read with {last.view * 100:.0f} % of the text in view")
     if last.ranked_why:
         parts.append(f"resident by the index, not by exact scores: {last.ranked_why}")
+    if last.replaced:
+        parts.append(f"the whole text replaced {last.replaced} of the pool's tokens")
     return parts
 
 

@@ -311,6 +311,8 @@ class PoolStats:
         size = f"{stage} tokens in view: {reading.why}, {self.stage_bytes / 2**20:.1f} MiB"
         if self._sequence.config.reading == "preview":
             return f"answering long prompts from a part of them, then reading exact ({size})"
+        if reading.answers_exactly and self._sequence.config.answer == "auto":
+            return f"reading exact, and the whole text checks answers ({size})"
         return f"reading {'and answering ' if reading.answers_exactly else ''}exact ({size})"
 
     def _drafts(self) -> str:

@@ -99,7 +99,8 @@ class ScoreRequest:
     tokens: [length], the whole text; a row of an image is negative. n_chunks: chunks to score, from the first on. rows:
     query rows that there are, at most `query_rows`. queries: flat, per layer [rows, n_head, head], the oldest first.
     protected: chunks that stay whatever their score. masses: attention scores that are known already, of the heads that
-    the scorer requests now, for a scorer that is `Exact`; queries of other heads are 0 then.
+    the scorer requests now, for a scorer that is `Exact`; queries of other heads are 0 then, and both arrays are valid
+    until `score` returns.
     """
 
     tokens: npt.NDArray[np.int32]

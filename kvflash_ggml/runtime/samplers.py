@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
 Processors = Sequence[Callable[[Any, Any], Any]]
 
+_TAKING = frozenset(
+    (b"penalties", b"dry", b"top-n-sigma", b"top-k", b"typical", b"top-p", b"min-p", b"temp", b"temp-ext", b"dist",
+     b"greedy")
+)  # fmt: skip
+"""Samplers of llama.cpp to whom one candidate is as good as many: what they remember is the tokens."""
+
 _MIROSTAT_M = 100
 """llama.cpp's number of tokens that Mirostat 1 estimates with."""
 
@@ -92,12 +98,16 @@ def chain(
 
 
 def can_take(sampler: Any) -> bool:
-    """Tell whether `take` works: not with Python's samplers, which want all logits, nor with Mirostat and adaptive-p,
-    which draw by how likely the tokens before were.
+    """Tell whether `take` works: not with samplers that want all logits (Python's, XTC, infill), that draw by how
+    likely the tokens before were (Mirostat, adaptive-p), or that hold to a grammar.
     """
-    count = llama_cpp.llama_sampler_chain_n(sampler.sampler)
-    last = llama_cpp.llama_sampler_chain_get(sampler.sampler, count - 1)
-    return not sampler.custom_samplers and llama_cpp.llama_sampler_name(last) in (b"dist", b"greedy")
+    if sampler.custom_samplers:  # which have no names
+        return False
+    chain = sampler.sampler
+    all_of = range(llama_cpp.llama_sampler_chain_n(chain))
+    names = [llama_cpp.llama_sampler_name(llama_cpp.llama_sampler_chain_get(chain, at)) for at in all_of]
+    # a mark in front says where a sampler runs; XTC has one only where it is off
+    return all(x == b"?xtc" or x.lstrip(b"?+-") in _TAKING for x in names)
 
 
 def take(sampler: Any, token: int) -> None:

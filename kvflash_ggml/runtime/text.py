@@ -373,7 +373,7 @@ class Text:
     def finds_likely(self, token: int, share: float) -> bool:
         """Tell whether a token is at least `share` times as likely as the likeliest one, after the newest position."""
         row = self.logits_row(self.n_tokens - 1)
-        return bool(row[token] >= row.max() + math.log(share))
+        return math.isfinite(row[token]) and bool(row[token] >= row.max() + math.log(share))
 
     def put_logits(self, pos: int, row: npt.NDArray[np.single]) -> None:
         """Make `row` [n_vocab] the logits at `pos`; no other logits are available then."""

@@ -102,7 +102,9 @@ class QueryRing:
             of = list(_layers(flat, self._rings))
             for layer, head in heads.tolist():
                 into[layer][:, head] = of[layer][rows, head]
-            return some
+            lent: Floats = some.view()
+            lent.flags.writeable = False  # what somebody wrote there would stay for the next score
+            return lent
         shapes = [(n, count, row) for n, _, row in self._alike]
         newest: Floats = np.empty(sum(map(math.prod, shapes)), np.float32)
         for to, source in zip(_layers(newest, shapes), _layers(flat, self._alike), strict=True):

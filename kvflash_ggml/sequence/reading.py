@@ -35,23 +35,24 @@ class ReadStats:
 
     read: tokens of the prompt that were not known already. read_whole: of these, tokens that saw the whole text before
     them. generated, generated_whole: the same of the answer. previewed: tokens of a prompt of which a preview has read
-    `read`; 0 for other answers. replaced: tokens of the pool in whose place the whole text put others, in an answer
-    "auto".
+    `read`; 0 for other answers.
 
     ranked: how the resident set at the beginning of the answer was chosen. "exact": by the attention of the prompt's
     end to every key in view, and by the index for keys out of view. "index": by the index, for the reason `ranked_why`.
     Empty where nothing was chosen, and where the policy has its own way.
+
+    replaced: draft tokens of the pool that the whole text replaced, in an answer "auto".
     """
 
     read: int = 0
     read_whole: int = 0
     generated: int = 0
     generated_whole: int = 0
-    replaced: int = 0
     seen: float = 0.0
     previewed: int = 0
     ranked: str = ""
     ranked_why: str = ""
+    replaced: int = 0
 
     def add_read(self, count: int, share: float) -> None:
         """Count a step of the prompt that saw `share` of the text before it, 0 to 1."""

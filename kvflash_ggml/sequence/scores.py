@@ -20,13 +20,12 @@ if TYPE_CHECKING:
 class AttentionScores:
     """Fetches attention scores from the engine for a scorer, which may be anybody's.
 
-    room: returns page-locked room for so many floats. count: how often scores were fetched.
+    room: returns room for so many floats, valid until the next call. count: how often scores were fetched.
     """
 
     def __init__(self, engine: PagedEngine, scorer: Scorer, ring: QueryRing, room: Callable[[int], Floats]) -> None:
         self.count = 0
         self._room = room
-        self._values: Floats = np.empty(0, np.float32)  # reused: the scores are used before others are asked for
         self._why = ""  # why the newest step has no scores
         self._engine = engine
         self._scorer = scorer
@@ -62,10 +61,7 @@ class AttentionScores:
             self._why = "the last step of the prompt was not streamed"
             return 0, None
         columns = len(wanted.heads) * len(wanted.rows)
-        size = columns * len(chunks)
-        if size > len(self._values):
-            self._values = self._room(max(size, 2 * len(self._values)))
-        values = self._values[:size].reshape(columns, len(chunks))
+        values = self._room(columns * len(chunks)).reshape(columns, len(chunks))
         try:
             ticket = self._engine.read_masses(values)
         except UnsupportedError as err:
@@ -91,9 +87,11 @@ class AttentionScores:
 # --- checks of a policy, which may be anybody's
 
 
-def check_scores(scorer: Scorer, scores: object, n_chunks: int, queries: Floats | None = None) -> Floats | None:
+def check_scores(
+    scorer: Scorer, scores: object, n_chunks: int, queries: Floats | None = None, masses: Masses | None = None
+) -> Floats | None:
     """Return the scores. ConfigError that names the policy if they break the contract of `Scorer.score`; NotFinite if
-    the `queries` that the policy got are not finite, so that it is not to blame.
+    the `queries` or `masses` that the policy got are no numbers, so that it is not to blame.
     """
     if scores is None:
         return None
@@ -104,7 +102,8 @@ def check_scores(scorer: Scorer, scores: object, n_chunks: int, queries: Floats 
             f"one for each chunk, or None"
         )
     if np.isnan(scores).any():
-        if queries is not None and not np.isfinite(queries).all():
+        given = () if queries is None else (queries,) if masses is None else (queries, masses.values)
+        if any(np.isnan(one).any() or np.isposinf(one).any() for one in given):
             raise NotFinite(
                 "the queries of the newest tokens are not finite, nor are scores: reset, and read the text again"
             )

@@ -132,7 +132,8 @@ class Scoring:
         self._engine = engine
         self._store = store
         self._ring = ring
-        self.masses = AttentionScores(engine, scorer, ring, self._buffer)
+        self._values: Floats = np.empty(0, np.float32)
+        self.masses = AttentionScores(engine, scorer, ring, self._masses_room)
         self._worker = Worker("kvflash-score") if beside else None
         self._addresses: list[int] = []
         self._buffers: list[Floats] = []
@@ -404,6 +405,7 @@ class Scoring:
 
     def _free(self) -> None:
         self._buffers.clear()
+        self._values = np.empty(0, np.float32)
         while self._addresses:
             self._engine.free(self._addresses.pop())
 
@@ -424,7 +426,7 @@ class Scoring:
         request = ScoreRequest(
             tokens=tokens, n_chunks=n_chunks, rows=rows, queries=queries, protected=protected, masses=masses
         )
-        scores = check_scores(self.scorer, self.scorer.score(request), n_chunks, queries)
+        scores = check_scores(self.scorer, self.scorer.score(request), n_chunks, queries, masses)
         taken = time.perf_counter() - began
         self.seconds += taken
         if self.clock is not None:
@@ -442,6 +444,20 @@ class Scoring:
             raise HostMemoryError(f"could not get {size} bytes of host memory for what scores need: free memory")
         self._addresses.append(address)
         return np.frombuffer(self._engine.view(address, size), np.float32)
+
+    def _masses_room(self, count: int) -> Floats:
+        """Return room for so many attention scores, which are used before others are read. Page-locked if it can be."""
+        if count > len(self._values):
+            old = self._values.ctypes.data
+            self._values = np.empty(0, np.float32)
+            if old in self._addresses:
+                self._addresses.remove(old)
+                self._engine.free(old)
+            try:
+                self._values = self._buffer(count + count // 4)  # the text grows
+            except HostMemoryError:
+                return np.empty(count, np.float32)
+        return self._values[:count]
 
     def _run(self, work: Callable[..., object], *args: object) -> Future:  # type: ignore[type-arg]
         """Run work on the worker, or at once where the device computes on the caller's thread."""

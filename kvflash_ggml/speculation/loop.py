@@ -68,7 +68,7 @@ class Speculator:
         for one in self._all:
             one.attach(self)
         self._n_vocab = n_vocab
-        self._ends = frozenset(ends)
+        self.ends = frozenset(ends)
         self._features = features
         self._failures = 0  # steps in a row that failed with a draft
         self._refusal: str | None = None
@@ -211,7 +211,7 @@ class Speculator:
         one.read = len(tokens)
         began = self._clock()
         try:
-            draft = one.propose(root, limit, n_vocab=self._n_vocab, ends=self._ends)
+            draft = one.propose(root, limit, n_vocab=self._n_vocab, ends=self.ends)
         except DraftError:
             draft = None
             for stats in (self._total, self._last):
@@ -399,9 +399,14 @@ class Verified:
     child: int | None = None
 
     def next_of(self, source: str) -> int | None:
-        """Return the token that a drafter of chains has drafted after the newest accepted one; None for no such."""
+        """Return the token that a drafter of chains has drafted after the newest accepted one; None for no such, and
+        for one that ends the text.
+        """
         after = self.node + 1
-        return int(self.draft.tokens[after]) if self.draft.source == source and after < self.own else None
+        if self.draft.source != source or after >= self.own:
+            return None
+        token = int(self.draft.tokens[after])
+        return None if token in self.speculator.ends else token
 
     def end(self) -> None:
         """Tell the speculator which rows of the draft were accepted."""
@@ -450,8 +455,8 @@ class SpecStats:
 
     @property
     def on_pool(self) -> SpecStats | None:
-        """Statistics of drafts that the pool verified for a lossless answer; None where no drafter drafts for the
-        pool.
+        """Statistics of drafts that the pool verified for a lossless or auto answer; None where no drafter drafts for
+        the pool.
         """
         nested = self._speculator.nested
         return None if nested is None else SpecStats(nested)

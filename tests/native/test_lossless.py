@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llama_cpp import LlamaGrammar
 from support.harness import assert_alike, drawn
 from support.inside import inside
 from support.integrity import check_table
@@ -95,7 +96,7 @@ def test_what_the_pool_drafts_stays_if_the_whole_text_finds_it_likely(
     assert lossless.kvflash.last.replaced == 0, "it is no auto answer"
     llm = llama(kind, **SIZE, **AUTO, kvflash_spec=spec)
     found = {}
-    for share in (0.0, STANDS, 1.0 + 1e-6):
+    for share in (0.0, STANDS, 2.0):
         monkeypatch.setattr(task, "STANDS", share or 1e-30)
         llm.reset()
         answer, logits = drawn(llm, prompt, 40, temp=temp)
@@ -106,17 +107,25 @@ def test_what_the_pool_drafts_stays_if_the_whole_text_finds_it_likely(
         found[share] = answer, stats.last.replaced, stats.spec.last.accepted
         if temp == 0:
             gaps = [float(row.max() - row[token]) for token, row in zip(answer, logits, strict=True)]
-            assert max(gaps) <= -np.log(max(share, 1e-30)) + 1e-6
+            assert max(gaps) <= max(0.0, -np.log(share or 1e-30)) + 1e-6
     assert found[0.0][1] == 0, "everything stays"
-    assert found[0.0][2] >= found[STANDS][2] >= found[1.0 + 1e-6][2] > 0
+    assert found[0.0][2] >= found[STANDS][2] >= found[2.0][2] > 0
     assert found[0.0][0] != strict, "or the pool drafts what the whole text draws, and nothing was tried"
     if temp == 0:
-        assert found[1.0 + 1e-6][0] == strict
-        assert found[1.0 + 1e-6][1] > 0
-    assert drawn(llama(kind, **SIZE, **AUTO, kvflash_spec=spec), prompt, 40, temp=temp)[0] == found[1.0 + 1e-6][0]
+        assert found[2.0][0] == strict
+        assert found[2.0][1] > 0
+    assert drawn(llama(kind, **SIZE, **AUTO, kvflash_spec=spec), prompt, 40, temp=temp)[0] == found[2.0][0]
 
 
-@pytest.mark.parametrize("more", [{"mirostat_mode": 2}, {"logits_processor": [lambda ids, scores: scores]}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"mirostat_mode": 2},
+        {"logits_processor": [lambda ids, scores: scores]},
+        {"grammar": LlamaGrammar.from_string("root ::= [^\\x00]*", verbose=False)},
+    ],
+    ids=lambda more: next(iter(more)),
+)
 def test_a_sampler_that_needs_all_logits_draws_every_token(
     more: dict[str, Any], llama: Any, tokens: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,9 +150,11 @@ def test_a_chain_that_takes_a_token_goes_on_as_if_it_had_drawn_it() -> None:
 
     from kvflash_ggml.runtime import samplers
 
-    def chain() -> Any:
+    def chain(*more: Any) -> Any:
         made = LlamaSampler()
         made.add_penalties(32, 32, 2.0, 0.5, 0.5)
+        for one in more:
+            llama_cpp.llama_sampler_chain_add(made.sampler, one)
         made.add_top_k(20)
         made.add_temp(0.9)
         made.add_dist(7)
@@ -164,6 +175,8 @@ def test_a_chain_that_takes_a_token_goes_on_as_if_it_had_drawn_it() -> None:
     only = np.full(32, -1e9, np.float32)
     only[11] = 0
     assert samplers.can_take(one)
+    assert samplers.can_take(chain(llama_cpp.llama_sampler_init_xtc(0, 0.1, 1, 7))), "it is off"
+    assert not samplers.can_take(chain(llama_cpp.llama_sampler_init_xtc(0.5, 0.1, 1, 7)))
     assert draw(one, only) == 11
     samplers.take(other, 11)
     rows = [random.normal(size=32).astype(np.float32) for _ in range(30)]

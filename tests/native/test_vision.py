@@ -648,8 +648,9 @@ def test_texts_with_images_are_drafted_out_of_themselves(asker: Any) -> None:
 def test_other_drafts_beside_images_are_refused(plain: Any) -> None:
     with pytest.raises(ConfigError, match="only kvflash_spec='ngram' drafts in texts with images"):
         plain(kvflash=512, draft_model=lambda ids, **_: ids[-2:]).ask(RED, "Which?")
-    with pytest.raises(ConfigError, match="not for lossless answers"):
-        plain(kvflash=512, kvflash_spec="ngram", kvflash_answer="lossless").ask(RED, "Which?")
+    for answer in ("lossless", "auto"):
+        with pytest.raises(ConfigError, match=f"'{answer}'.*not for answers that the whole text verifies"):
+            plain(kvflash=512, kvflash_spec="ngram", kvflash_answer=answer).ask(RED, "Which?")
 
 
 @pytest.mark.parametrize("first", ["import kvflash_ggml", "pass"])

@@ -132,7 +132,7 @@ def test_round_up(value: int, step: int, want: int) -> None:
     assert round_up(value, step) == want
 
 
-@pytest.mark.parametrize("fields", [{"spec": SpecConfig()}, {"answer": "lossless"}])
+@pytest.mark.parametrize("fields", [{"spec": SpecConfig()}, {"answer": "lossless"}, {"answer": "auto"}])
 def test_what_a_clock_decides_does_not_repeat(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="give a width"):
         KVFlashConfig(deterministic=True, **fields)

@@ -22,7 +22,8 @@ GIB = 1 << 30
     [
         ({"reading": "all"}, "'all'"),
         ({"reading": None}, "None"),
-        ({"answer": "auto"}, "'auto'"),
+        ({"answer": "all"}, "'all'"),
+        ({"reading": "pool", "answer": "auto"}, "answer='auto'"),
         ({"stage": 0}, "0"),
         ({"stage": 1.5}, "1.5"),
         ({"stage": True}, "True"),

@@ -324,6 +324,16 @@ def test_queries_of_some_heads_are_those_among_all() -> None:
             at += 3 * n_head * size
             for head in range(n_head):
                 assert np.array_equal(mine[:, head], all_[:, head] if (layer, head) in some else 0 * all_[:, head])
+    two = [np.array(some, np.int32) for some in (heads[:2], heads[:2], heads[1:3])]
+    first, again, other = (
+        ring.newest(x, ring.order, 7, n, some)
+        for x, n, some in zip((flat, 2 * flat, flat), (3, 3, 2), two, strict=True)
+    )
+    assert np.shares_memory(first, again)
+    assert np.array_equal(again, ring.newest(2 * flat, ring.order, 7, 3, two[0]))
+    assert other.size * 3 == again.size * 2
+    with pytest.raises(ValueError, match="read-only"):
+        other += 1
 
 
 def test_an_interrupt_while_rows_are_looked_up_mixes_no_looks() -> None:

@@ -184,7 +184,14 @@ def test_auto_needs_no_more_room_than_one_sequence() -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{"answer": "lossless"}, {"policy": "drafter"}, {"reading": "preview"}, {"deterministic": True}]
+    "more",
+    [
+        {"answer": "lossless"},
+        {"answer": "auto"},
+        {"policy": "drafter"},
+        {"reading": "preview"},
+        {"deterministic": True},
+    ],
 )
 def test_auto_is_one_beside_what_serves_one(more: dict[str, Any]) -> None:
     count, why = sizing.sequences_for(KVFlashConfig(parallel="auto", **more), None, None, 16384)
