@@ -42,7 +42,9 @@ def together(ended: Sequence[Finished], *, each: int) -> Finished:
         else None,
     )
     last = ended[-1].report
-    drafts = {name: sum(end.report[name] for end in ended) for name in ("drafted", "accepted") if name in last}
+    drafts = {
+        name: sum(end.report[name] for end in ended) for name in ("drafted", "accepted", "replaced") if name in last
+    }
     return replace(ended[-1], usage=sums, report={**last, **drafts})
 
 

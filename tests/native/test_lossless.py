@@ -137,12 +137,6 @@ def test_a_sampler_that_needs_all_logits_draws_every_token(
     assert both[1].kvflash.last.replaced == 0
 
 
-@pytest.mark.parametrize("answer", ["lossless", "auto"])
-def test_a_model_that_drafts_can_be_asked_for_either(answer: str, llama: Any, tokens: Any) -> None:
-    llm = llama(**SIZE, **LOSSLESS | {"kvflash_answer": answer}, kvflash_spec=SpecConfig(width=5))
-    assert inside(llm).text.answers == ("pool", "lossless", "auto")
-
-
 def test_a_chain_that_takes_a_token_goes_on_as_if_it_had_drawn_it() -> None:
     """Its penalties have seen the token, and its random numbers are those of the next draw."""
     import llama_cpp

@@ -20,6 +20,8 @@ from kvflash_bench.serving import expected_bytes
 from kvflash_ggml.batching.llama import LlamaModel, SwappedSequence
 from kvflash_ggml.batching.messages import Access, Failed, Finished, Piece, Sampling
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
+from kvflash_ggml.config import SpecConfig
+from kvflash_ggml.runtime import task
 from kvflash_ggml.sequence import copies
 from kvflash_ggml.store.swapped import ConversationFolder
 
@@ -276,6 +278,25 @@ def test_what_was_read_otherwise_is_not_in_the_folder(
             else:
                 assert answer(scheduler, other).usage.cached >= 536
                 assert answer(scheduler, longer).usage.cached == 0
+
+
+@pytest.mark.parametrize("opened", ["lossless", "auto"])
+def test_a_request_says_how_strictly_the_whole_text_checks_it(
+    opened: str, llama: Callable[..., Any], tokens: npt.NDArray[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task, "STANDS", 2.0)  # so each draft token is replaced that is not the likeliest
+    spec = SpecConfig(width=5, types=("ngram",))
+    llm = llama("dense", **POOL, kvflash_reading="exact", kvflash_answer=opened, kvflash_spec=spec)
+    with served(llm) as scheduler:
+        assert scheduler.model.answers == ("pool", "lossless", "auto")
+        found = {
+            asked: answer(scheduler, tokens[:2000].tolist(), 24, answer=asked) for asked in scheduler.model.answers
+        }
+        usual = answer(scheduler, tokens[:2000].tolist(), 24)
+    assert found["auto"].report["replaced"] > 0
+    assert found["lossless"].report["replaced"] == found["pool"].report["replaced"] == 0
+    assert found["pool"].report["answered_exactly"] == 0 < found["auto"].report["answered_exactly"]
+    assert (usual.report["replaced"] > 0) is (opened == "auto")
 
 
 def test_a_request_says_what_is_seen(llama: Callable[..., Any], tokens: npt.NDArray[Any]) -> None:

@@ -23,7 +23,6 @@ class Part:
 class Inside:
     """The parts of one model. llm: a Llama; for `own_session` another object that keeps a text on a pool."""
 
-    text = Part("_at_hand")
     session = Part("_at_hand.sequence")
     slow = Part("_at_hand._slow")
     speculator = Part("_at_hand.speculator")
