@@ -452,7 +452,7 @@ class Scoring:
             self._values = np.empty(0, np.float32)
             if old in self._addresses:
                 self._addresses.remove(old)
-                self._engine.free(old)
+                self._run(self._engine.free, old)  # behind a score whose prompt was interrupted
             try:
                 self._values = self._buffer(count + count // 4)  # the text grows
             except HostMemoryError:

@@ -88,6 +88,29 @@ def test_masses_are_those_of_the_real_keys(kind: str, kv: int, llama: Callable[.
     assert (llm.kvflash.last.ranked, llm.kvflash.last.ranked_why) == ("exact", "")
 
 
+@pytest.mark.usefixtures("looks")
+def test_masses_of_a_text_that_grows(llama: Callable[..., Any], tokens: Any) -> None:
+    """Their room is used again, and another one is made where it is too small. Refused memory is no error."""
+    spy = Spy()
+    llm = llama("dense", kvflash_policy=spy, **SIZE)
+    engine = inside(llm).session.engine
+    alloc, rooms = engine.alloc, set()
+    for end, refused in ((900, False), (980, False), (1300, False), (1700, True), (1900, False)):
+        engine.alloc = (lambda size: 0) if refused else alloc
+        try:
+            llm.eval(tokens[llm.n_tokens : end].tolist())
+        finally:
+            engine.alloc = alloc
+        request = spy.asked[-1]
+        assert request.masses is not None
+        assert request.n_chunks == request.masses.values.shape[1] == end // 64
+        exact = inside(llm).session.scoring.scorer._keys.score_keys(range(end // 64), request, request.masses.heads)
+        np.testing.assert_allclose(request.masses.values, exact, atol=MASS.here)
+        rooms.add(request.masses.values.ctypes.data)
+    assert len(rooms) >= 3
+    assert len(spy.asked) == 5
+
+
 def test_what_is_resident_is_what_real_keys_choose(llama: Callable[..., Any], tokens: Any) -> None:
     """Some heads alone, in one of the layers two of them that read different keys."""
     heads = np.array([[0, 0], [2, 1], [2, 3]], np.int32)
