@@ -26,7 +26,7 @@ Stopping = Callable[[Any, Any], bool]
 
 STANDS = 0.3
 """In an answer "auto" a draft token of the pool stays if the whole text finds it at least so likely, as a share of the
-likeliest token. In docs/policies.md tokens with which a pool lost a value had 0.13 at most, others 0.65 at least.
+likeliest token. Tokens with which a pool lost a value had 0.13 at most, and kept values were likeliest (docs/policies.md).
 """
 
 Pieces = Generator["Pending | None"]
