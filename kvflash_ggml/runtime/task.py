@@ -26,7 +26,7 @@ Stopping = Callable[[Any, Any], bool]
 
 STANDS = 0.3
 """In an answer "auto" a draft token of the pool stays if the whole text finds it at least so likely, as a share of the
-likeliest token. Tokens with which a pool lost a value had 0.13 at most, and kept values were likeliest (docs/policies.md).
+likeliest token. Where a pool lost a value that was 0.13 at most, and where it kept one it was 1 (docs/policies.md).
 """
 
 Pieces = Generator["Pending | None"]
