@@ -102,8 +102,8 @@ def check_scores(
             f"one for each chunk, or None"
         )
     if np.isnan(scores).any():
-        given = () if queries is None else (queries,) if masses is None else (queries, masses.values)
-        if any(np.isnan(one).any() or np.isposinf(one).any() for one in given):
+        sound = queries is None or np.isfinite(queries).all()
+        if not sound or (masses is not None and np.isnan(masses.values).any()):
             raise NotFinite(
                 "the queries of the newest tokens are not finite, nor are scores: reset, and read the text again"
             )

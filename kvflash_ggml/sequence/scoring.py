@@ -448,16 +448,18 @@ class Scoring:
     def _masses_room(self, count: int) -> Floats:
         """Return room for so many attention scores, which are used before others are read. Page-locked if it can be."""
         if count > len(self._values):
-            old = self._values.ctypes.data
+            if len(self._values):
+                self._run(self._release, self._values.ctypes.data)  # behind a score whose prompt was interrupted
             self._values = np.empty(0, np.float32)
-            if old in self._addresses:
-                self._addresses.remove(old)
-                self._run(self._engine.free, old)  # behind a score whose prompt was interrupted
             try:
                 self._values = self._buffer(count + count // 4)  # the text grows
             except HostMemoryError:
                 return np.empty(count, np.float32)
         return self._values[:count]
+
+    def _release(self, address: int) -> None:
+        self._addresses.remove(address)
+        self._engine.free(address)
 
     def _run(self, work: Callable[..., object], *args: object) -> Future:  # type: ignore[type-arg]
         """Run work on the worker, or at once where the device computes on the caller's thread."""
