@@ -101,6 +101,9 @@ class StepTimes:
             return self._known[rows]
         begin, end = next(group for group in GROUPS if rows <= group[1])
         timed = {known: seconds for known, seconds in self._known.items() if begin <= known <= end}
+        if len(timed) == 2 and begin in timed and rows > max(timed):
+            # a part of the difference is fixed, nobody knows yet how much: half is taken for that
+            timed[begin] = (timed[begin] + timed[max(timed)]) / 2
         return _between(timed, rows) if timed else self._known[max(self._known)]
 
     def _late(self) -> float:

@@ -375,8 +375,10 @@ class Controller(Controls):
         change = self._times.switch / max(1.0, self._stay)
         rates = {1: 1 / (self._time(1) + (change if self._rows > 1 else 0.0))}
         left, too_dear, most_tried = self._left() if left is None else left, 0.0, self._most_tried()
+        kept = self._drafted_rows  # fewer must do where these exceed the budget
+        spent = kept > 1 and self._extra(kept, drafting(kept - 1)) > left
         for rows in widths:
-            if rows <= most_tried and not self._holds(rows):
+            if rows <= most_tried and not self._holds(rows, spent=spent):
                 seconds = self._time(rows) + drafting(rows - 1) + (change if rows != self._rows else 0.0)
                 rate = self._gain(tokens[min(rows, len(tokens)) - 1]) / seconds
                 if self._extra(rows, drafting(rows - 1)) <= left:
@@ -395,11 +397,11 @@ class Controller(Controls):
         more = timed * (4 if timed > 3 else 2)
         return max(self._widths[0], more // self._of_all(1) if self._level else more - self._beside)
 
-    def _holds(self, rows: int) -> bool:
-        """Return whether it is too early to change to `rows` rows."""
+    def _holds(self, rows: int, *, spent: bool) -> bool:
+        """Return whether it is too early to change to `rows` rows. spent: the rows of now exceed the budget."""
         if not self._drafted_rows or rows == self._drafted_rows or self._since >= HOLD:
             return False
-        return rows < self._drafted_rows or self._all_right < CLIMB
+        return not spent if rows < self._drafted_rows else self._all_right < CLIMB
 
     def _average(self, drafter: DraftCosts) -> Shares:
         """Return the tokens that steps of 1, 2 ... rows win with average drafts of this drafter."""
