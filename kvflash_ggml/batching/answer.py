@@ -316,8 +316,8 @@ class Answer:
         now, before = model.counters(), self._before
         moved = {name: now[name] - before.get(name, 0) for name in ("page_ins", "page_outs")}
         kept = (
-            "length", "chunks", "resident", "evicted_mass", "policy", "read_exactly", "answered_exactly", "replaced",
-            "drafted", "accepted",
+            "length", "chunks", "resident", "evicted_mass", "policy", "read_exactly", "answered_exactly",
+            "drafted", "accepted", "replaced",
         )  # fmt: skip
         missed = {} if self._missed is None else {"missed": asdict(self._missed)}
         return {**{name: now[name] for name in kept if name in now}, **moved, **missed}

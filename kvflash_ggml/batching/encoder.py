@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 _COUNTERS = (
     "pool", "share", "length", "chunks", "resident", "page_ins", "page_outs", "page_bytes", "host_bytes",
-    "spilled_bytes", "device_bytes", "drafted", "accepted", "drafted_total", "accepted_total",
+    "spilled_bytes", "device_bytes", "drafted", "accepted", "replaced", "drafted_total", "accepted_total",
+    "replaced_total",
 )  # fmt: skip
 
 

@@ -350,13 +350,14 @@ class LlamaModel:
             "device_bytes": stats.device_bytes,
             "drafted": last.drafted,
             "accepted": last.accepted,
+            "replaced": last.replaced,
             "drafted_total": total.drafted,
             "accepted_total": total.accepted,
+            "replaced_total": total.replaced,
             "evicted_mass": stats.evicted_mass,
             "policy": stats.policy,
             "read_exactly": stats.last.read_whole,
             "answered_exactly": stats.last.generated_whole,
-            "replaced": stats.last.replaced,
         }
 
     def close(self) -> None:

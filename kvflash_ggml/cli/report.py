@@ -115,8 +115,6 @@ def losses(last: Any) -> list[str]:
         parts.append("read exactly" if exact else f"read with {last.view * 100:.0f} % of the text in view")
     if last.ranked_why:
         parts.append(f"resident by the index, not by exact scores: {last.ranked_why}")
-    if last.replaced:
-        parts.append(f"the whole text replaced {last.replaced} of the pool's tokens")
     return parts
 
 
@@ -131,7 +129,8 @@ def drafts(spec: Any) -> list[str]:
     faster = f", {spec.speedup:.1f}x" if spec.speedup is not None else ""
     nested = None if spec.on_pool is None else spec.on_pool.last
     on_pool = f", of {_won(nested, ' on the pool')}" if nested is not None and nested.steps else ""
-    return [f"drafts by {_won(last)}{faster}{on_pool}"]
+    replaced = [f"the whole text replaced {last.replaced} of the pool's tokens"] if last.replaced else []
+    return [f"drafts by {_won(last)}{faster}{on_pool}", *replaced]
 
 
 def _won(last: Any, where: str = "") -> str:

@@ -324,7 +324,7 @@ class Task:
             return drafted
         token = self._sample(text.n_tokens - 1) if likeliest is None else likeliest
         if drafted not in (None, token):
-            text.pooled.stats.replaced += 1
+            verified.speculator.replaced()
         return token
 
     # --- what is computed

@@ -40,8 +40,6 @@ class ReadStats:
     ranked: how the resident set at the beginning of the answer was chosen. "exact": by the attention of the prompt's
     end to every key in view, and by the index for keys out of view. "index": by the index, for the reason `ranked_why`.
     Empty where nothing was chosen, and where the policy has its own way.
-
-    replaced: draft tokens of the pool that the whole text replaced, in an answer "auto".
     """
 
     read: int = 0
@@ -52,7 +50,6 @@ class ReadStats:
     previewed: int = 0
     ranked: str = ""
     ranked_why: str = ""
-    replaced: int = 0
 
     def add_read(self, count: int, share: float) -> None:
         """Count a step of the prompt that saw `share` of the text before it, 0 to 1."""

@@ -16,7 +16,7 @@ from .errors import ApiError, invalid
 from .front import Front
 
 _OF_TEXT = {"length": 0, "chunks": 0, "resident": 0, "evicted_mass": None}
-_OF_NEWEST = ("read_exactly", "answered_exactly", "replaced", "drafted", "accepted")
+_OF_NEWEST = ("read_exactly", "answered_exactly", "drafted", "accepted", "replaced")
 """Counters of a model that concern the current text, with their values without one; and the newest request."""
 
 

@@ -528,9 +528,9 @@ async function answer(index) {
         if (choice.delta.content) { first = first || performance.now(); message.meta = ""; paintText(); }
       }
       if (frame.usage) {
-        const t = frame.timings, cached = frame.usage.prompt_tokens_details.cached_tokens;
+        const t = frame.timings, cached = frame.usage.prompt_tokens_details.cached_tokens, wrong = frame.kvflash.replaced;
         message.meta = `${t.predicted_per_second.toFixed(1)} tokens a second · first after ${(((first || performance.now()) - begun) / 1000).toFixed(1)} s · ` +
-          `${frame.usage.prompt_tokens.toLocaleString()} tokens, ${cached.toLocaleString()} of them known · ${frame.kvflash.page_ins} chunks came back`;
+          `${frame.usage.prompt_tokens.toLocaleString()} tokens, ${cached.toLocaleString()} of them known · ${frame.kvflash.page_ins} chunks came back` + (wrong ? ` · the whole text replaced ${wrong.toLocaleString()} tokens of the pool` : "");
       }
     }
     if (reason === "length") cut = `Stopped at the limit: ${most.toLocaleString()} tokens of an answer, or the context of ${context.toLocaleString()}.`;

@@ -140,7 +140,8 @@ class DraftStats:
     generated a token. drafted, accepted: tokens. reached, agreed: per position of a draft, how often it was tested, and
     how often it was accepted. seconds_draft, seconds_verify: time of the drafters, and of the steps that verified.
     bad_drafts: drafts that could not be verified. lucky: tokens won by rows that only pad a draft.
-    filled: tokens won by rows that only fill a step for drafts of other texts.
+    filled: tokens won by rows that only fill a step for drafts of other texts. replaced: drafted tokens in whose place
+    another was drawn, in an answer "auto".
     """
 
     steps: int = 0
@@ -156,6 +157,7 @@ class DraftStats:
     bad_drafts: int = 0
     lucky: int = 0
     filled: int = 0
+    replaced: int = 0
 
     @property
     def rate(self) -> float | None:

@@ -283,6 +283,11 @@ class Speculator:
         self.controls.record(rows, seconds, beside=self._beside)
         self._idle = self.controls.idle([one.name for one in self._awake])
 
+    def replaced(self) -> None:
+        """Count a drafted token that might have stayed, and in whose place another was drawn."""
+        for stats in (self._total, self._last):
+            stats.replaced += 1
+
     def _count_passed(self) -> None:
         """Count steps that were not timed. They took as long as plain steps take."""
         steps, self._passed = self._passed, 0

@@ -93,7 +93,7 @@ def test_what_the_pool_drafts_stays_if_the_whole_text_finds_it_likely(
     prompt, spec = tokens[:1100].tolist(), SpecConfig(width=5)
     lossless = llama(kind, **SIZE, **LOSSLESS, kvflash_spec=spec)
     strict, _ = drawn(lossless, prompt, 40, temp=temp)
-    assert lossless.kvflash.last.replaced == 0, "it is no auto answer"
+    assert lossless.kvflash.spec.last.replaced == 0, "it is no auto answer"
     llm = llama(kind, **SIZE, **AUTO, kvflash_spec=spec)
     found = {}
     for share in (0.0, STANDS, 2.0):
@@ -104,7 +104,7 @@ def test_what_the_pool_drafts_stays_if_the_whole_text_finds_it_likely(
         assert stats.spec.last.by_source["pool"].drafted > 0
         assert stats.streamed_steps > 0
         assert stats.last.generated_whole == stats.last.generated > 0
-        found[share] = answer, stats.last.replaced, stats.spec.last.accepted
+        found[share] = answer, stats.spec.last.replaced, stats.spec.last.accepted
         if temp == 0:
             gaps = [float(row.max() - row[token]) for token, row in zip(answer, logits, strict=True)]
             assert max(gaps) <= max(0.0, -np.log(share or 1e-30)) + 1e-6
@@ -134,7 +134,7 @@ def test_a_sampler_that_needs_all_logits_draws_every_token(
     both = [llama(**SIZE, **settings, kvflash_spec=SpecConfig(width=5)) for settings in (LOSSLESS, AUTO)]
     first, second = [drawn(llm, prompt, 20, temp=0.9, **more)[0] for llm in both]
     assert first == second
-    assert both[1].kvflash.last.replaced == 0
+    assert both[1].kvflash.spec.last.replaced == 0
 
 
 def test_a_chain_that_takes_a_token_goes_on_as_if_it_had_drawn_it() -> None:

@@ -256,8 +256,8 @@ class FakeModel:
         return {
             "pool": 1024, "share": 1024, "length": len(self.tokens), "chunks": -(-len(self.tokens) // 64),
             "resident": 1, "page_ins": 3, "page_outs": 2, "page_bytes": 64, "host_bytes": 128, "spilled_bytes": 0,
-            "device_bytes": 4096, "drafted": 2, "accepted": 1, "drafted_total": 5, "accepted_total": 4,
-            "evicted_mass": self.evicted_mass, "policy": "lru",
+            "device_bytes": 4096, "drafted": 2, "accepted": 1, "replaced": 1, "drafted_total": 5,
+            "accepted_total": 4, "replaced_total": 3, "evicted_mass": self.evicted_mass, "policy": "lru",
         }  # fmt: skip
 
     def close(self) -> None:

@@ -486,6 +486,7 @@ def test_metrics() -> None:
     assert "kvflash:num_requests_running 0.0" in lines
     assert "kvflash:spec_decode_num_draft_tokens_total 5.0" in lines
     assert "kvflash:spec_decode_num_accepted_tokens_total 4.0" in lines
+    assert "kvflash:spec_decode_num_replaced_tokens_total 3.0" in lines
     assert 'kvflash:conversations{state="device"} 1.0' in lines
     gaps = [float(line.split()[1]) for line in lines if line.startswith("kvflash:inter_token_gap_seconds{")]
     assert 0 <= gaps[0] <= gaps[1]
