@@ -73,8 +73,11 @@ class Server:
             raise KVFlashError(f"the server has not started, it {self.end()}")
 
     def end(self) -> str:
-        """How it has ended, and what it said last. It has closed its connections: TimeoutExpired if it still runs."""
-        status = self.process.wait(END_S)
+        """How it has ended, and what it said last. It has closed its connections, and may run on."""
+        try:
+            status = self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            return f"closed its connections, and not ended in {END_S} s: {''.join(self.lines)}"
         self._silent.wait(END_S)
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
         hint = "; its kernels for packed weights may not suit this CPU: try --no-repack" if status == -SIGILL else ""

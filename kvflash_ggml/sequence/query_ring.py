@@ -85,31 +85,34 @@ class QueryRing:
         """Return `valid_from` of the result of `read`, which has no more rows than a score uses."""
         return max(self.valid_after(cut, length), cut - self.rows) if self.rows else self.valid_after(cut, length)
 
-    def newest(
-        self, flat: Floats, order: npt.NDArray[np.intp], end: int, count: int, heads: Pairs | None = None
-    ) -> Floats:
+    def newest(self, flat: Floats, order: npt.NDArray[np.intp], end: int, count: int) -> Floats:
         """Return the queries of positions [end - count, end) from a flat copy of the ring: per layer [count, ...].
 
-        order: the order when the copy was made. heads: (layer, head) [n, 2], the heads whose queries are wanted; those
-        of the others are 0 then, and the result is valid until the next such call. None for all heads.
+        order: the order when the copy was made.
         """
         if not self.ring:
             return np.empty(0, np.float32)
         rows = order[np.arange(end - count, end) % self.ring]
-        if heads is not None:
-            some = self._room_for(count, heads)
-            into = list(_layers(some, [(count, *shape[1:]) for shape in self._rings]))
-            of = list(_layers(flat, self._rings))
-            for layer, head in heads.tolist():
-                into[layer][:, head] = of[layer][rows, head]
-            lent: Floats = some.view()
-            lent.flags.writeable = False  # what somebody wrote there would stay for the next score
-            return lent
         shapes = [(n, count, row) for n, _, row in self._alike]
         newest: Floats = np.empty(sum(map(math.prod, shapes)), np.float32)
         for to, source in zip(_layers(newest, shapes), _layers(flat, self._alike), strict=True):
             source.take(rows, axis=1, out=to, mode="clip")  # another mode would fill a copy
         return newest
+
+    def newest_of(self, flat: Floats, order: npt.NDArray[np.intp], end: int, count: int, heads: Pairs) -> Floats:
+        """Return what `newest` does, valid until the next call, with 0 for the queries of other heads.
+
+        heads: (layer, head) [n, 2].
+        """
+        rows = order[np.arange(end - count, end) % self.ring]
+        some = self._room_for(count, heads)
+        into = list(_layers(some, [(count, *shape[1:]) for shape in self._rings]))
+        of = list(_layers(flat, self._rings))
+        for layer, head in heads.tolist():
+            into[layer][:, head] = of[layer][rows, head]
+        lent: Floats = some.view()
+        lent.flags.writeable = False  # what somebody wrote there would stay for the next score
+        return lent
 
     def _room_for(self, count: int, heads: Pairs) -> Floats:
         """Return room for `count` queries of each head, with 0 for all but these heads. It is that of the call before

@@ -422,7 +422,8 @@ class Scoring:
         self._engine.wait(ticket)
         began = time.perf_counter()
         masses = self.masses.still_wanted(masses, n_chunks, rows)
-        queries = self._ring.newest(*copy, len(tokens), rows, None if masses is None else masses.heads)
+        place = *copy, len(tokens), rows
+        queries = self._ring.newest(*place) if masses is None else self._ring.newest_of(*place, masses.heads)
         request = ScoreRequest(
             tokens=tokens, n_chunks=n_chunks, rows=rows, queries=queries, protected=protected, masses=masses
         )

@@ -316,7 +316,7 @@ def test_queries_of_some_heads_are_those_among_all() -> None:
     every = ring.newest(flat, ring.order, 7, 3)
     heads = [(layer, head) for layer, (_, n_head, _) in enumerate(engine.query_shapes) for head in range(n_head)]
     for some in (heads, heads[1:6:2], heads[-1:], heads[:0]):
-        found = ring.newest(flat, ring.order, 7, 3, np.array(some, np.int32).reshape(-1, 2))
+        found = ring.newest_of(flat, ring.order, 7, 3, np.array(some, np.int32).reshape(-1, 2))
         assert found.shape == every.shape
         at = 0
         for layer, (_, n_head, size) in enumerate(engine.query_shapes):
@@ -326,11 +326,11 @@ def test_queries_of_some_heads_are_those_among_all() -> None:
                 assert np.array_equal(mine[:, head], all_[:, head] if (layer, head) in some else 0 * all_[:, head])
     two = [np.array(some, np.int32) for some in (heads[:2], heads[:2], heads[1:3])]
     first, again, other = (
-        ring.newest(x, ring.order, 7, n, some)
+        ring.newest_of(x, ring.order, 7, n, some)
         for x, n, some in zip((flat, 2 * flat, flat), (3, 3, 2), two, strict=True)
     )
     assert np.shares_memory(first, again)
-    assert np.array_equal(again, ring.newest(2 * flat, ring.order, 7, 3, two[0]))
+    assert np.array_equal(again, ring.newest_of(2 * flat, ring.order, 7, 3, two[0]))
     assert other.size * 3 == again.size * 2
     with pytest.raises(ValueError, match="read-only"):
         other += 1
