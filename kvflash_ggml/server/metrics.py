@@ -112,7 +112,7 @@ class Metrics:
             "num_preemptions": ("Answers that were swapped out for slow readers or others.", scheduler.stalls),
             "spec_decode_num_draft_tokens": ("Tokens of drafts that were verified.", model["drafted_total"]),
             "spec_decode_num_accepted_tokens": ("Tokens of drafts that were accepted.", model["accepted_total"]),
-            "spec_decode_num_replaced_tokens": ("Tokens that the whole text drew instead.", model["replaced_total"]),
+            "spec_decode_num_replaced_tokens": ("Tokens drawn in place of drafted ones.", model["replaced_total"]),
             "page_ins": ("Chunks that came back from the host.", model["page_ins"]),
             "page_outs": ("Chunks that were copied to the host.", model["page_outs"]),
             "conversation_parks": ("Texts that were swapped out.", slot.swapped_out),

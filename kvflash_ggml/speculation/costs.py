@@ -16,7 +16,7 @@ SAMPLES = 9
 """Samples of a median."""
 
 GROUPS = ((1, 8), (9, 1 << 30))
-"""Rows that one kind of kernel computes. Times of one group say nothing about another, except where it begins."""
+"""Rows that one kind of kernel computes. Where no time of a group is known, those of others give a low guess."""
 
 BINS = 8
 """Resolution of a drafter's own probability of a token."""
@@ -101,10 +101,14 @@ class StepTimes:
             return self._known[rows]
         begin, end = next(group for group in GROUPS if rows <= group[1])
         timed = {known: seconds for known, seconds in self._known.items() if begin <= known <= end}
-        if len(timed) == 2 and begin in timed and rows > max(timed):
-            # a part of the difference is fixed, nobody knows yet how much: half is taken for that
-            timed[begin] = (timed[begin] + timed[max(timed)]) / 2
-        return _between(timed, rows) if timed else self._known[max(self._known)]
+        other = not timed
+        if other:
+            timed = {known: self._known[known] for known in (min(self._known), max(self._known))}
+        low, high = min(timed), max(timed)
+        if rows > high > low and (other or low == 1):
+            # a part of the difference is another kernel's, nobody knows yet how much: half is taken for that
+            timed[low] = (timed[low] + timed[high]) / 2
+        return _between(timed, rows)
 
     def _late(self) -> float:
         late = [

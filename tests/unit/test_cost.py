@@ -391,16 +391,37 @@ def test_a_second_row_that_costs_most_does_not_end_drafts(share: float, least: f
     assert np.mean(won) > least
 
 
-def test_after_a_draft_in_vain_fewer_rows_are_verified() -> None:
+@pytest.mark.parametrize(("row", "each"), [(0.27, 0.06), (0.01, 0.16)])
+def test_after_a_draft_in_vain_fewer_rows_are_verified(row: float, each: float) -> None:
     """As many exceeded the budget of an answer, and fewer were held back: it went on with plain steps."""
-    run = Run(lambda rows: 1 + 0.27 * (rows - 1), steady(1.0), 1, 0.06, True).until(1000)
+    run = Run(lambda rows: 1 + row * (rows - 1), steady(1.0), 1, each, True).until(1000)
+    run.step()
+    run.step()
+    many, begun = run.rows, run.tokens
+    assert many > 4
     run.control.begin(1000)
     run.accept = steady(0.0)
-    run.step()
+    while run.rows == 1 or run.tokens == begun:  # plain steps may be timed first
+        run.step()
     assert run.rows > 4
     run.accept = steady(1.0)
     run.step()
-    assert 1 < run.rows <= 4
+    assert 1 < run.rows < many
+
+
+@pytest.mark.parametrize("row", [0.5, 0.8, 1.0])
+def test_rows_that_cost_as_much_as_plain_steps_are_hardly_tried(row: float) -> None:
+    """Where a kernel for more rows was not timed, its rows were believed to cost nothing: 16 cost 13 plain steps."""
+    over = []
+    for seed in range(12):
+        for share in (0.3, 0.6, 0.9):
+            run = Run(lambda rows: 1 + row * (rows - 1), steady(share), seed, 0.02)
+            for _ in range(3):
+                run.control.begin(100)
+                began, tokens = run.time, run.tokens
+                run.until(tokens + 64)
+                over.append(run.time - began - (1 + EPS) * (run.tokens - tokens) - CREDIT)
+    assert np.mean(np.array(over) > 1) < 0.08
 
 
 def speedups_of_pool_drafts(
@@ -485,6 +506,8 @@ def test_nothing_is_concluded_across_kernels() -> None:
         times.record(rows, seconds, first=False)
     assert times(2) == pytest.approx(1.5)
     assert times(8) == pytest.approx(3.5), "half as steep: a step of one row has kernels of its own"
+    times.record(6, 3.5, first=False)
+    assert times(8) == pytest.approx(4.5), "as steep as before"
     assert times(12) == 2.0, "level in front of what is known"
     assert times(24) == pytest.approx(2.4)
 
