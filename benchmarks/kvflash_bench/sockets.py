@@ -77,7 +77,7 @@ class Server:
         try:
             status = self.process.wait(END_S)
         except subprocess.TimeoutExpired:
-            return f"closed its connections, and not ended in {END_S} s: {''.join(self.lines)}"
+            return f"closed its connections, and has not ended in {END_S} s: {''.join(self.lines)}"
         self._silent.wait(END_S)
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
         hint = "; its kernels for packed weights may not suit this CPU: try --no-repack" if status == -SIGILL else ""

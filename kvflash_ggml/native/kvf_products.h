@@ -78,11 +78,19 @@ private:
 template <typename F>
 void kvf_in_parallel(int32_t n, int32_t n_threads, F && work) {
     n_threads = std::clamp(n_threads, 1, std::max(n, 1));
+    const auto part = [&work, n, n_threads](int32_t t) { work(n*(int64_t) t/n_threads, n*(int64_t) (t + 1)/n_threads); };
     std::vector<std::thread> threads;
-    for (int32_t t = 1; t < n_threads; ++t) {
-        threads.emplace_back([&work, n, n_threads, t] { work(n*(int64_t) t/n_threads, n*(int64_t) (t + 1)/n_threads); });
+    int32_t next = 1;
+    try {
+        for (; next < n_threads; ++next) {
+            threads.emplace_back(part, next);
+        }
+    } catch (const std::exception &) {  // the system has no more threads: this one does their work
     }
-    work(0, n/n_threads);
+    part(0);
+    for (; next < n_threads; ++next) {
+        part(next);
+    }
     for (auto & thread : threads) {
         thread.join();
     }

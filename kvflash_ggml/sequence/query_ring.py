@@ -47,8 +47,8 @@ class QueryRing:
         self.size = sum(map(math.prod, self._shapes))
         # reused: touching tens of MiB for the first time takes as long as copying them
         self._flat: Floats = np.zeros(self.ring_size, np.float32)
-        self._asked: tuple[int, bytes] | None = None
-        self._some: Floats = np.empty(0, np.float32)
+        # what was asked for and room for it: one tuple, so that an interrupt cannot separate them
+        self._some: tuple[tuple[int, bytes] | None, Floats] = None, np.empty(0, np.float32)
 
     def capture(self, start: int, count: int, place: Int32s) -> None:
         """Fill `place` [count] with the rows for the queries of `count` tokens from position `start` on; -1 for none.
@@ -119,10 +119,10 @@ class QueryRing:
         if that asked for the same ones: fresh room of 12 MiB takes a millisecond.
         """
         asked = count, heads.tobytes()
-        if asked != self._asked:
+        if asked != self._some[0]:
             size = sum(count * math.prod(shape[1:]) for shape in self._rings)
-            self._asked, self._some = asked, np.zeros(size, np.float32)
-        return self._some
+            self._some = asked, np.zeros(size, np.float32)
+        return self._some[1]
 
     def newest_now(self, end: int, count: int) -> Floats:
         """Return the queries of positions [end - count, end). Waits for the compute."""

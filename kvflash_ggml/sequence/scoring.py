@@ -53,7 +53,7 @@ MIN_MOVES = 4
 
 DELAY = USUAL
 """Tokens between a request for scores and their use, at most, on devices that compute beside the host. It is half of
-the interval where that is shorter: most scores take less time.
+the interval where that is shorter: WORKER_SHARE leaves a score so much time.
 """
 
 WORK_SHARE = 0.06
@@ -63,11 +63,12 @@ A multiplication of a score takes 1.3 times as long, so that is 8 % of the time.
 scored at every token of a text of 6,000.
 """
 
-WORKER_SHARE = 1.0
-"""Share of the time that the worker may be busy, where scoring runs beside the device's compute.
+WORKER_SHARE = 0.5
+"""Share of the time that the worker may be busy, where scoring runs beside the device's compute."""
 
-A score then takes as long as the tokens between two scores, at most. With 0.5 a model of 0.5B parameters on an H200 was
-scored at every second token or less: of 28 values of lists it lost 11 instead of 6, and decoded up to a fifth faster.
+WAIT = 0.25
+"""A lone answer may wait for its scores for a fifth of its time. Without that a model of 0.5B parameters on an H200 was
+scored at every second token or less, and its answers were right less often (docs/policies.md).
 """
 
 DEVICE_RATE = 300
@@ -81,7 +82,7 @@ DEVICE_STEP = 5e9
 """Multiplications in the time that a device takes for a step of the smallest model: it begins hundreds of kernels."""
 
 MIXED_SHARE = 0.08
-"""The same where the CPU computes a part of each step, for a scorer without an `overhead` of its own."""
+"""As WORKER_SHARE, where the CPU computes a part of each step, for a scorer without an `overhead` of its own."""
 
 MIXED_THREADS = 4
 """Where the CPU computes a part of each step, scoring beside it gets one in this many of its threads."""
@@ -126,7 +127,7 @@ class Scoring:
         if beside and tau is None and not steady:
             from .clock import Clock  # here: it measures what runs beside a device
 
-            self.clock = Clock(share)
+            self.clock = Clock(share, WAIT if free else 0.0)
         self._costed = scorer if tau is None and isinstance(scorer, Costed) else None
         self._step_work = engine.info.step_work + slots * sum(x.n_head * (x.head_k + x.head_v) for x in engine.layers)
         self._n_chunks, self._texts = 0, 1
@@ -289,10 +290,12 @@ class Scoring:
     def take_due(self) -> Floats | None:
         """Return the newest scores that are due, waiting for them if need be; None if there are none."""
         self._raise_failure()
-        scores = None
+        scores, began = None, time.perf_counter()
         while self.is_ready:
             scores = self.pending.popleft().result()
             self.selection.used()
+        if self.clock is not None:
+            self.clock.waited(time.perf_counter() - began)
         return scores
 
     def _raise_failure(self) -> None:
@@ -435,7 +438,7 @@ class Scoring:
         taken = time.perf_counter() - began
         self.seconds += taken
         if self.clock is not None:
-            self.clock.on_score(taken * self._together())  # texts that decode together wait for the scores of all
+            self.clock.on_score(taken, self._together())
             self.selection.interval = self.clock.interval
         return scores
 

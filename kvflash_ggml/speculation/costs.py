@@ -101,11 +101,13 @@ class StepTimes:
             return self._known[rows]
         begin, end = next(group for group in GROUPS if rows <= group[1])
         timed = {known: seconds for known, seconds in self._known.items() if begin <= known <= end}
-        other = not timed
-        if other:
-            timed = {known: self._known[known] for known in (min(self._known), max(self._known))}
+        least, most = min(self._known), max(self._known)
+        if not timed:
+            timed[most] = self._known[most]
+        if rows > max(timed):
+            timed[least] = self._known[least]
         low, high = min(timed), max(timed)
-        if rows > high > low and (other or low == 1):
+        if rows > high > low and (low < begin or low == 1):
             # a part of the difference is another kernel's, nobody knows yet how much: half is taken for that
             timed[low] = (timed[low] + timed[high]) / 2
         return _between(timed, rows)

@@ -102,3 +102,39 @@ def test_a_stream_that_is_left_keeps_nobody_waiting(llama: Any) -> None:
     state = llm.save_state()
     assert state.n_tokens == llm.n_tokens
     left.close()
+
+
+REFUSED = """
+import resource, sys
+import numpy as np
+from kvflash_ggml import Llama
+from kvflash_ggml.policy.qk import QKScorer
+
+class Spy(QKScorer):
+    def score(self, request):
+        if not hasattr(self, "masses"):
+            row, heads = self._whole([0])[0], self._heads
+            asks = lambda: self._keys.score_index(self._units, [row] * 4000, heads, request)
+            self._keys._threads, self.masses = 64, asks()  # more than there are stacks of threads that have ended
+            size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+            before = resource.getrlimit(resource.RLIMIT_AS)
+            resource.setrlimit(resource.RLIMIT_AS, (size + (4 << 20), before[1]))
+            try:
+                self.again = asks()
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, before)
+        return super().score(request)
+
+spy = Spy()
+llm = Llama(sys.argv[1], n_ctx=2048, n_threads=1, verbose=False, kvflash=512, kvflash_policy=spy)
+llm.eval(list(range(3, 803)))
+print(np.array_equal(spy.masses, spy.again), spy.masses.shape[1])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the size of a process is read as Linux has it")
+def test_a_score_needs_no_more_threads_than_there_are() -> None:
+    """Where the system began no more, the process ended."""
+    command = [sys.executable, "-c", REFUSED, str(MODELS / "recall-qwen3-q8_0.gguf")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "True 4000\n"), done.stderr

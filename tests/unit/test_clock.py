@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvflash_ggml.sequence.clock import MAX_INTERVAL, Clock
+from kvflash_ggml.sequence.selection import Selection
 
 
 def test_the_interval_follows_the_cost_of_scoring() -> None:
@@ -27,6 +30,41 @@ def test_scores_take_their_share_of_the_time_and_no_more(seconds: float, interva
         clock.on_tokens(1, 0.01 * (i + 1))
         clock.on_score(seconds)
     assert clock.interval == interval
+
+
+def decoded(takes: Callable[[int], float], tokens: int = 2000, delay: int = 16) -> tuple[int, float]:
+    """Return the interval in the end, and the seconds of a token since the middle, where a step takes a second and a
+    score what `takes` says at a token.
+    """
+    clock, selection = Clock(0.5, 0.25), Selection(tau=None, delay=delay)
+    selection.interval = clock.at_least(1)
+    now = free = middle = 0.0
+    pending: list[float] = []
+    for token in range(tokens):
+        if pending and selection.is_due:
+            waited = max(0.0, pending.pop(0) - now)
+            selection.used()
+            clock.waited(waited)
+            now += waited
+        now += 1.0
+        clock.on_tokens(1, now)
+        if selection.on_tokens(1, waiting=len(pending)):
+            free = max(now, free) + takes(token)
+            pending.append(free)
+            clock.on_score(takes(token))
+            selection.interval = clock.interval
+        middle = now if token == tokens // 2 else middle
+    return selection.interval, (now - middle) / (tokens - tokens // 2 - 1)
+
+
+@pytest.mark.parametrize("seconds", [0.3, 1.0, 1.2, 1.4, 2.0, 3.0, 5.0, 10.0, 30.0])
+def test_an_answer_waits_for_its_scores_for_a_fifth_of_its_time_at_most(seconds: float) -> None:
+    """The wait was taken for a token's own time: then scores of any length were made at every fourth token."""
+    interval, token = decoded(lambda token: seconds)
+    assert token < 1.27
+    assert (interval == 1) is (seconds <= 1.25)
+    _, slower = decoded(lambda token: min(seconds, 0.3 + token / 200))
+    assert slower < 1.27
 
 
 def test_a_score_that_was_slow_once_changes_nothing() -> None:
