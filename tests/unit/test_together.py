@@ -131,11 +131,11 @@ def test_texts_beside_a_device_share_the_time_for_looks(count: int) -> None:
     scoring = texts[0].scoring
     assert scoring is not None
     assert scoring.clock is not None
-    told: list[float] = []
-    scoring.clock.on_score = told.append  # type: ignore[method-assign]
+    told: list[tuple[float, int]] = []
+    scoring.clock.on_score = lambda *what: told.append(what)  # type: ignore[method-assign]
     texts[0].relevance.request(texts[0].tokens, None, rows=1)
     scoring.take()
-    assert told == [pytest.approx(count * scoring.seconds)]
+    assert told == [(pytest.approx(scoring.seconds), count)]
     for text in texts:
         text.close()
 
