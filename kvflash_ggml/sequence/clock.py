@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from .selection import USUAL
+from .selection import USUAL, used_after
 
 MAX_INTERVAL = 1024
 """Reached where a score takes as long as a hundred tokens, as all heads of a long text do on a CPU."""
@@ -80,5 +80,5 @@ class Clock:
 
     def _room(self, interval: int, texts: int) -> float:
         """Return the tokens in whose time a score may be made."""
-        lone = min(USUAL, (interval + 1) // 2) + self._wait * interval if self._wait and texts == 1 else 0.0
+        lone = used_after(interval) + self._wait * interval if self._wait and texts == 1 else 0.0
         return max(lone, self._share * interval)

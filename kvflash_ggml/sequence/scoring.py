@@ -67,8 +67,9 @@ WORKER_SHARE = 0.5
 """Share of the time that the worker may be busy, where scoring runs beside the device's compute."""
 
 WAIT = 0.25
-"""A lone answer may wait for its scores for a fifth of its time. Without that a model of 0.5B parameters on an H200 was
-scored at every second token or less, and its answers were right less often (docs/policies.md).
+"""How much of the tokens between two scores a lone answer may wait for one: so a fifth of its time.
+
+Where none waited, a model of 0.5B parameters on an H200 was right less often (docs/policies.md).
 """
 
 DEVICE_RATE = 300

@@ -17,6 +17,11 @@ USUAL = TAU // SCORES_PER_TAU
 """Tokens between two scores whose cost is not known, or that are used later."""
 
 
+def used_after(interval: int, delay: int = USUAL) -> int:
+    """Return after how many tokens scores are used: half of the tokens between two, `delay` at most."""
+    return min(delay, (interval + 1) // 2)
+
+
 class Selection:
     """Counts generated tokens, and says when to score and when to reselect.
 
@@ -50,11 +55,7 @@ class Selection:
     @property
     def is_due(self) -> bool:
         """Whether to use the scores of the oldest request that waits now."""
-        return self._age >= self._used_after
-
-    @property
-    def _used_after(self) -> int:
-        return min(self._delay, (self.interval + 1) // 2)
+        return self._age >= used_after(self.interval, self._delay)
 
     @property
     def since_asked(self) -> int:
