@@ -205,6 +205,11 @@ class KVFlashConfig:
         help="Find the model's retrieval heads once, after the first answer. FILE: take them from a file of"
         " 'kvflash-run calibrate'. off: ask all heads.  [default: on]",
     )  # fmt: skip
+    index: int = _pool(
+        notation.size, "--kvflash-index", default=256 << 20, metavar="SIZE", shown=False,
+        help="Most memory of a CUDA GPU for the index by which chunks are scored, for each sequence. The host, which is"
+        " slower, scores what has no room there. 0: all of it.  [default: 256M]",
+    )  # fmt: skip
     deterministic: bool = _pool(
         bool, "--kvflash-deterministic", default=False,
         help="The same text brings the same chunks. Each prompt is read from its beginning, no clock says how often"

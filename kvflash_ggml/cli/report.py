@@ -31,7 +31,7 @@ Facts = TypeVar("Facts")
 _COUNTERS = (
     "pool", "n_ctx", "resident", "chunks", "page_ins", "page_outs", "bytes_in", "bytes_out", "host_bytes",
     "device_bytes", "policy", "scored_every", "epoch", "type_k", "type_v", "pinned", "evicted_mass", "reading", "stage",
-    "stage_bytes", "streamed_steps", "streamed_bytes",
+    "stage_bytes", "index_bytes", "streamed_steps", "streamed_bytes",
 )  # fmt: skip
 
 

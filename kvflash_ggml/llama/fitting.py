@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ..errors import ConfigError, DeviceLimit, DoesNotFit, KVFlashError, NotMade
 from ..native import devices, library, measure
 from ..native import remote as servers
 from ..placement import memory
+from ..placement.buffers import index_bytes
 from ..placement.devices import holders, slices
 from ..placement.predict import ALL_LAYERS, imagine, predict
 from ..placement.sizes import Device, ModelSizes, Placement, PlacementRequest
@@ -299,6 +300,7 @@ def predicted(
             query_rows=beside.query_rows,
             stage=staged(asked.config, tokens) if open_ else 0,
             masses=0 if beside.exact is None else beside.exact.most_masses(tokens // CHUNK, heads),
+            index={} if asked.config is None or not beside.query_rows else _index(asked.config, sizes, devices, tokens),
             fit=asked.fit or limits or Fit(),
         )
 
@@ -368,6 +370,12 @@ def by_memory(sizes: ModelSizes, devices: tuple[Device, ...], layers: int) -> tu
         return None
     shares = [device.free if device.total else host.total for device in several]
     return tuple(float(len(part)) for part in slices(len(sizes.layers), layers, shares))
+
+
+def _index(config: KVFlashConfig, sizes: ModelSizes, devices: tuple[Device, ...], tokens: int) -> Mapping[str, int]:
+    """Return what the policy's index takes, by device: the first one that can score by it has all of it."""
+    found = ((device.name, index_bytes(sizes.layers, tokens, config, device)) for device in devices)
+    return dict(next(([one] for one in found if one[1]), []))
 
 
 def _slots(config: KVFlashConfig | None, sizes: ModelSizes, types: list[str | None]) -> Any:

@@ -23,6 +23,7 @@ class PoolKeywords(TypedDict, total=False):
     kvflash_scorer: str | Path | None
     kvflash_tau: int | None
     kvflash_calibrate: bool | str | Path | None
+    kvflash_index: int | None
     kvflash_deterministic: bool | None
     kvflash_reading: Literal["auto", "exact", "pool", "preview"] | None
     kvflash_preview_share: float | None

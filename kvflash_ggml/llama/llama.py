@@ -102,9 +102,9 @@ class Llama(llama_cpp.Llama):
 
     kvflash: None for the full cache; for a pool a number of tokens, a size in bytes as "2G", or "auto"; or a
         KVFlashConfig.
-    kvflash_policy, kvflash_scorer, kvflash_tau, kvflash_calibrate, kvflash_deterministic, kvflash_reading,
-        kvflash_preview_share, kvflash_stage, kvflash_answer, kvflash_spec, kvflash_pins, kvflash_spill,
-        kvflash_host_limit: fields of KVFlashConfig, by keyword.
+    kvflash_policy, kvflash_scorer, kvflash_tau, kvflash_calibrate, kvflash_index, kvflash_deterministic,
+        kvflash_reading, kvflash_preview_share, kvflash_stage, kvflash_answer, kvflash_spec, kvflash_pins,
+        kvflash_spill, kvflash_host_limit: fields of KVFlashConfig, by keyword.
     kvflash_cache: a prefix cache, or the folder of one with default settings; the same as `set_cache`.
     kvflash_progress: called as (tokens evaluated, tokens to evaluate) while a prompt is read.
     rpc: servers whose devices are used before those of this machine, as ["host:port"] or "host:port,host:port"; all

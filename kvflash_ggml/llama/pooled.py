@@ -22,7 +22,7 @@ from ..sequence.pool import Pool
 from ..sequence.sequence import Sequence as Pooled
 from ..snapshot import fingerprint
 from .context import PagedContext, take_closing
-from .reading import open_sequence
+from .reading import open_index, open_sequence
 
 if TYPE_CHECKING:
     from ..speculation.find import Found
@@ -78,6 +78,7 @@ class PooledTexts:
             model.finder = open_finder(llm, model.weights, sequence, scorer)
         if model.finder is not None:
             stack.callback(model.finder.close)
+        open_index(config, sequence)
         level = logging.WARNING if llm.verbose else logging.INFO
         if logger.isEnabledFor(level):
             logger.log(level, self.stats_of(text).banner())

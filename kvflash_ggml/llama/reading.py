@@ -114,6 +114,18 @@ def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free: Mapping
     return Reading(exact=True, answers_exactly=config.answer != "pool", why=why)
 
 
+def open_index(config: KVFlashConfig, sequence: Sequence) -> None:
+    """Make room on a device for the index rows of all texts of a pool, once it is known which heads they are of."""
+    size = 0 if sequence.scoring is None else min(config.index, sequence.scoring.scorer.index_bytes)
+    if size:
+        try:
+            sequence.pool.make_index(size)
+        except UnsupportedError:  # no kernel: the host scores, as always
+            return
+        except HostMemoryError as err:
+            logger.warning("chunks are scored on the host: %s", err)
+
+
 def stage_slots(requested: int | None, *, n_ctx: int, rooms: abc.Sequence[StageRoom]) -> tuple[int, str]:
     """Return the tokens that layer buffers hold, and why: the whole context, or what each device has room for.
 

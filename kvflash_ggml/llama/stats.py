@@ -145,6 +145,9 @@ class PoolStats:
         lambda text: text.pool.stage_slots, "Tokens that a streamed step can see; 0 if there are no layer buffers."
     )
     stage_bytes: int = _live(lambda text: text.pool.stage_bytes, "Bytes of the layer buffers on the device; constant.")
+    index_bytes: int = _live(
+        lambda text: text.pool.index_bytes, "Bytes of the policy's index on a device; 0 if the host scores all."
+    )
     streamed_steps: int = _live(lambda text: text.streamed_steps, "Steps that saw more of the text than was resident.")
     streamed_bytes: int = _live(
         lambda text: text.engine.streamed_bytes, "Bytes that streamed steps have copied from page images to the device."
@@ -334,7 +337,9 @@ class PoolStats:
         size = 0 if scoring is None else scoring.scorer.index_bytes
         if not size:
             return ""
-        return f" ({self._heads}{size / 2**20:.1f} MiB of index)"
+        there = self._sequence.pool.index_room(0).size
+        where = "" if not there else " on the GPU" if there >= size else f", {_mib(there)} of it on the GPU"
+        return f" ({self._heads}{size / 2**20:.1f} MiB of index{where})"
 
     def _scored(self) -> str:
         every = self.scored_every

@@ -426,7 +426,7 @@ class PagedEngine:
         data = ffi.from_buffer("float[]", out, require_writable=True)
         return int(value(lib.kvf_masses_read(self._engine, data, out.size, ticket), ticket))
 
-    # --- scoring on the host: beside a decode, on any thread
+    # --- scoring beside a decode, on any thread
 
     def keys(self, page: npt.NDArray[np.uint8]) -> list[Floats]:
         """Return the keys of a page image, dequantised: per layer [CHUNK, n_head_kv, head_k]."""
@@ -465,6 +465,29 @@ class PagedEngine:
         """
         which = len(units), _heads(units)
         return self._score(lib.kvf_index_score, which, heads, addresses, rows, queries, threads)
+
+    def open_index(self, size: int) -> int:
+        """Make room for `size` bytes of index rows on a device, once. Returns the bytes that it takes there.
+
+        UnsupportedError if no device of the pool scores by them, HostMemoryError if there is no room.
+        """
+        taken = ffi.new("int64_t *")
+        return int(value(lib.kvf_index_open(self._engine, size, taken), taken))
+
+    def put_index(self, offset: int, addresses: npt.NDArray[np.uint64], size: int) -> None:
+        """Copy the index rows of `size` bytes at these addresses to the device, one behind the other."""
+        rows = ffi.from_buffer("uint64_t[]", addresses)
+        check(lib.kvf_index_put(self._engine, offset, len(addresses), rows, size))
+
+    def score_device_index(
+        self, units: Int32s, heads: Int32s, offset: int, count: int, rows: int, queries: Floats
+    ) -> Floats:
+        """Score as `score_index` does, on the device, from the `count` index rows that `put_index` put there."""
+        out = np.empty((len(heads) * rows, count), np.float32)
+        check(lib.kvf_index_score_there(self._engine, len(units), _heads(units), len(heads), _heads(heads), count,
+                                        offset, rows, ffi.from_buffer("float[]", queries),
+                                        ffi.from_buffer("float[]", out)))  # fmt: skip
+        return out
 
     def score_keys(self, heads: Int32s, images: Addresses, rows: int, queries: Floats, threads: int) -> Floats:
         """Log of the attention mass per page image, before normalisation; shape [len(heads) * rows, n].

@@ -11,7 +11,7 @@ extern "C" {
 #include <stdint.h>
 
 // [cdef]
-#define KVF_ABI   16
+#define KVF_ABI   17
 #define KVF_BLOCK 64
 
 enum kvf_status {
@@ -382,6 +382,18 @@ enum kvf_status kvf_index_score(const kvf_engine * engine, int32_t n_units, cons
 // ... or from the keys in the page images at these addresses.
 enum kvf_status kvf_keys_score (const kvf_engine * engine, int32_t n_heads, const kvf_head * heads, int32_t n,
                                 const uint64_t * image, int32_t rows, const float * queries, float * out, int32_t n_threads);
+
+// Scoring on a device of the pool, from index rows that lie there: beside the steps, and on any thread.
+
+// Room for `size` bytes of index rows on a device, once, before others of these are called. UNSUPPORTED if none has a kernel for
+// it, MEMORY if there is no room.
+enum kvf_status kvf_index_open (kvf_engine * engine, int64_t size, int64_t * device_bytes);
+// Copy the index rows at these addresses there, one behind the other.
+enum kvf_status kvf_index_put  (kvf_engine * engine, int64_t offset, int32_t n, const uint64_t * row, int64_t size);
+// As kvf_index_score, from the n index rows at `offset`, and at most query_rows queries of each head.
+enum kvf_status kvf_index_score_there(kvf_engine * engine, int32_t n_units, const kvf_head * units, int32_t n_heads,
+                                      const kvf_head * heads, int32_t n, int64_t offset, int32_t rows, const float * queries,
+                                      float * out);
 
 // The CPU. A portable build has a backend for each kind of CPU, and loads one of them.
 

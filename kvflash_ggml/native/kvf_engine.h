@@ -1,6 +1,7 @@
 // The engine of one context: its pooled cache, its devices, its transfers.
 #pragma once
 
+#include "kvf_device_index.h"
 #include "kvf_lane.h"
 #include "kvf_pool.h"
 #include "kvf_stash.h"
@@ -56,6 +57,7 @@ struct kvf_engine {
 
     kvf_features features;
     std::vector<kvf_stash> stashes;  // [n_seq]
+    std::unique_ptr<kvf_device_index> device_index;  // null: the host scores all
 
     std::mutex                           host_mutex;  // slabs are pinned by a background thread
     std::vector<ggml_backend_buffer_ptr> host;

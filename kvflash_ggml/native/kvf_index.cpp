@@ -1,4 +1,6 @@
 // Attention mass of chunks: from the index, which holds the keys of some KV heads at 4 bits, or from page images.
+#include "kvf_index.h"
+
 #include "kvf_engine.h"
 #include "kvf_error.h"
 #include "kvf_products.h"
@@ -7,59 +9,18 @@
 
 namespace {
 
-constexpr ggml_type INDEX_TYPE = GGML_TYPE_Q4_0;
-constexpr int64_t   AT_ONCE    = 1 << 15;  // scores of one graph: they stay in the cache, and several chunks share its cost
-constexpr int64_t   A_THREAD   = 1 << 21;  // multiplications of each thread: 0.3 ms, a tenth of which it takes to begin
-
-// Where the keys of one KV head lie in the record of a chunk, which is an index row or a page image. Sizes are in bytes.
-struct key_rows {
-    kvf_head  unit;
-    float     scale;
-    int64_t   head_k;
-    int64_t   width;   // values of a row: head_k, or whole blocks
-    ggml_type type;
-    size_t    offset;
-    size_t    stride;
-};
-
-// The queries of all query heads that read one KV head: columns [first, first + count) of the result.
-struct column_group {
-    const key_rows *     keys;
-    int64_t              first;
-    int64_t              count;
-    std::vector<uint8_t> queries;
-};
+constexpr int64_t AT_ONCE  = 1 << 15;  // scores of one graph: they stay in the cache, and several chunks share its cost
+constexpr int64_t A_THREAD = 1 << 21;  // multiplications of each thread: 0.3 ms, a tenth of which it takes to begin
 
 bool precedes(const kvf_head & a, const kvf_head & b) {
     return a.layer < b.layer || (a.layer == b.layer && a.head < b.head);
-}
-
-kvf_status check_score(const std::vector<kvf_layer> & layers, int32_t n_heads, const kvf_head * heads, int32_t n,
-                       int32_t rows) {
-    if (n <= 0 || rows <= 0) {
-        return kvf_fail(KVF_STATUS_ARGUMENT, "%d chunks to score for %d queries a head", n, rows);
-    }
-    return kvf_check_heads(layers, n_heads, heads, &kvf_layer::n_head);
 }
 
 kvf_head unit_of(const kvf_layer & l, const kvf_head & head) {
     return { head.layer, head.head/(l.n_head/l.n_head_kv) };
 }
 
-std::vector<key_rows> rows_of_index(const std::vector<kvf_layer> & layers, int32_t n_units, const kvf_head * units) {
-    std::vector<key_rows> res;
-    size_t offset = 0;
-    for (int32_t i = 0; i < n_units; ++i) {
-        const auto & l      = layers[units[i].layer];
-        const auto   width  = GGML_PAD(l.head_k, ggml_blck_size(INDEX_TYPE));
-        const auto   stride = ggml_row_size(INDEX_TYPE, width);
-        res.push_back({ units[i], l.scale, l.head_k, width, INDEX_TYPE, offset, stride });
-        offset += KVF_BLOCK*stride;
-    }
-    return res;
-}
-
-key_rows rows_of_image(const kvf_layer & l, ggml_type type, const kvf_head & unit) {
+kvf_key_rows rows_of_image(const kvf_layer & l, ggml_type type, const kvf_head & unit) {
     const auto offset = l.k_offset + unit.head*ggml_row_size(type, l.head_k);
     return { unit, l.scale, l.head_k, l.head_k, type, offset, (size_t) l.k_row };
 }
@@ -85,39 +46,8 @@ float largest(const float * x) {
     return *std::max_element(most, most + LANES);
 }
 
-// Empty if the keys of a head are not among `keys`.
-std::vector<column_group> group_columns(const std::vector<kvf_layer> & layers, const std::vector<key_rows> & keys,
-                                        int32_t n_heads, const kvf_head * heads, int32_t rows, const float * queries) {
-    std::vector<column_group> res;
-    std::vector<float>        padded;
-    auto                      next = keys.begin();
-    for (int32_t i = 0; i < n_heads; ++i) {
-        const auto unit = unit_of(layers[heads[i].layer], heads[i]);
-        while (next != keys.end() && precedes(next->unit, unit)) {
-            ++next;
-        }
-        if (next == keys.end() || precedes(unit, next->unit)) {
-            return {};
-        }
-        if (res.empty() || res.back().keys != &*next) {
-            res.push_back({ &*next, (int64_t) i*rows, 0, {} });
-        }
-        auto &            group = res.back();
-        const kvf_encoder encode(next->type);
-        const auto        size = ggml_row_size(encode.type, next->width);
-        group.queries.resize((group.count + rows)*size);
-        padded.assign(next->width, 0.0f);
-        for (int32_t r = 0; r < rows; ++r) {
-            std::copy(queries, queries + next->head_k, padded.begin());
-            encode(padded.data(), next->width, group.queries.data() + group.count++*size);
-            queries += next->head_k;
-        }
-    }
-    return res;
-}
-
 // The mass of one chunk for one query: without a graph, which takes longer to build than to compute for one query a head.
-float mass_of(const key_rows & k, const uint8_t * keys, const uint8_t * query, ggml_vec_dot_t dot) {
+float mass_of(const kvf_key_rows & k, const uint8_t * keys, const uint8_t * query, ggml_vec_dot_t dot) {
     float scores[KVF_BLOCK];
     for (int i = 0; i < KVF_BLOCK; ++i) {
         dot(k.width, scores + i, 0, keys + i*k.stride, 0, query, 0, 1);
@@ -130,10 +60,10 @@ float mass_of(const key_rows & k, const uint8_t * keys, const uint8_t * query, g
     return k.scale*most + std::log(sum);
 }
 
-kvf_status score(const std::vector<kvf_layer> & layers, const std::vector<key_rows> & keys, int32_t n_heads,
+kvf_status score(const std::vector<kvf_layer> & layers, const std::vector<kvf_key_rows> & keys, int32_t n_heads,
                  const kvf_head * heads, int32_t n, const uint64_t * record, int32_t rows, const float * queries,
                  float * out, int32_t n_threads) {
-    const auto groups = group_columns(layers, keys, n_heads, heads, rows, queries);
+    const auto groups = kvf_group_columns(layers, keys, n_heads, heads, rows, queries);
     if (groups.empty()) {
         return kvf_fail(KVF_STATUS_ARGUMENT, "the index lacks the KV head of a query head");
     }
@@ -192,6 +122,57 @@ kvf_status score(const std::vector<kvf_layer> & layers, const std::vector<key_ro
 
 }  // namespace
 
+kvf_status kvf_check_score(const std::vector<kvf_layer> & layers, int32_t n_heads, const kvf_head * heads, int32_t n,
+                           int32_t rows) {
+    if (n <= 0 || rows <= 0) {
+        return kvf_fail(KVF_STATUS_ARGUMENT, "%d chunks to score for %d queries a head", n, rows);
+    }
+    return kvf_check_heads(layers, n_heads, heads, &kvf_layer::n_head);
+}
+
+std::vector<kvf_key_rows> kvf_rows_of_index(const std::vector<kvf_layer> & layers, int32_t n_units, const kvf_head * units) {
+    std::vector<kvf_key_rows> res;
+    size_t offset = 0;
+    for (int32_t i = 0; i < n_units; ++i) {
+        const auto & l      = layers[units[i].layer];
+        const auto   width  = GGML_PAD(l.head_k, ggml_blck_size(KVF_INDEX_TYPE));
+        const auto   stride = ggml_row_size(KVF_INDEX_TYPE, width);
+        res.push_back({ units[i], l.scale, l.head_k, width, KVF_INDEX_TYPE, offset, stride });
+        offset += KVF_BLOCK*stride;
+    }
+    return res;
+}
+
+std::vector<kvf_column_group> kvf_group_columns(const std::vector<kvf_layer> & layers, const std::vector<kvf_key_rows> & keys,
+                                                int32_t n_heads, const kvf_head * heads, int32_t rows, const float * queries) {
+    std::vector<kvf_column_group> res;
+    std::vector<float>            padded;
+    auto                          next = keys.begin();
+    for (int32_t i = 0; i < n_heads; ++i) {
+        const auto unit = unit_of(layers[heads[i].layer], heads[i]);
+        while (next != keys.end() && precedes(next->unit, unit)) {
+            ++next;
+        }
+        if (next == keys.end() || precedes(unit, next->unit)) {
+            return {};
+        }
+        if (res.empty() || res.back().keys != &*next) {
+            res.push_back({ &*next, (int64_t) i*rows, 0, {} });
+        }
+        auto &            group = res.back();
+        const kvf_encoder encode(next->type);
+        const auto        size = ggml_row_size(encode.type, next->width);
+        group.queries.resize((group.count + rows)*size);
+        padded.assign(next->width, 0.0f);
+        for (int32_t r = 0; r < rows; ++r) {
+            std::copy(queries, queries + next->head_k, padded.begin());
+            encode(padded.data(), next->width, group.queries.data() + group.count++*size);
+            queries += next->head_k;
+        }
+    }
+    return res;
+}
+
 kvf_status kvf_check_heads(const std::vector<kvf_layer> & layers, int32_t n, const kvf_head * heads,
                            int32_t kvf_layer::*n_head) {
     const char * kind = n_head == &kvf_layer::n_head ? "query" : "KV";
@@ -219,7 +200,7 @@ kvf_status kvf_index_size(const kvf_engine * engine, int32_t n_units, const kvf_
     if (const auto status = kvf_check_heads(engine->layers, n_units, units, &kvf_layer::n_head_kv)) {
         return status;
     }
-    const auto last = rows_of_index(engine->layers, n_units, units).back();
+    const auto last = kvf_rows_of_index(engine->layers, n_units, units).back();
     *size = last.offset + KVF_BLOCK*last.stride;
     return KVF_STATUS_SUCCESS;
 }
@@ -229,9 +210,9 @@ kvf_status kvf_index_build(const kvf_engine * engine, int32_t n_units, const kvf
     if (const auto status = kvf_check_heads(engine->layers, n_units, units, &kvf_layer::n_head_kv)) {
         return status;
     }
-    const auto keys     = rows_of_index(engine->layers, n_units, units);
+    const auto keys     = kvf_rows_of_index(engine->layers, n_units, units);
     const auto type     = engine->kv.type_k();
-    const auto quantise = kvf_cpu_backend().type_traits(INDEX_TYPE)->from_float;
+    const auto quantise = kvf_cpu_backend().type_traits(KVF_INDEX_TYPE)->from_float;
     for (const auto & k : keys) {
         const auto         from = rows_of_image(engine->layers[k.unit.layer], type, k.unit);
         std::vector<float> row(k.width);
@@ -258,23 +239,23 @@ kvf_status kvf_index_score(const kvf_engine * engine, int32_t n_units, const kvf
                            const kvf_head * heads, int32_t n, const uint64_t * index, int32_t rows,
                            const float * queries, float * out, int32_t n_threads) {
     const auto layers = kvf_layers(*engine);
-    if (const auto status = check_score(layers, n_heads, heads, n, rows)) {
+    if (const auto status = kvf_check_score(layers, n_heads, heads, n, rows)) {
         return status;
     }
     if (const auto status = kvf_check_heads(layers, n_units, units, &kvf_layer::n_head_kv)) {
         return status;
     }
-    const auto keys = rows_of_index(layers, n_units, units);
+    const auto keys = kvf_rows_of_index(layers, n_units, units);
     return score(layers, keys, n_heads, heads, n, index, rows, queries, out, n_threads);
 }
 
 kvf_status kvf_keys_score(const kvf_engine * engine, int32_t n_heads, const kvf_head * heads, int32_t n,
                           const uint64_t * image, int32_t rows, const float * queries, float * out, int32_t n_threads) {
     const auto layers = kvf_layers(*engine);
-    if (const auto status = check_score(layers, n_heads, heads, n, rows)) {
+    if (const auto status = kvf_check_score(layers, n_heads, heads, n, rows)) {
         return status;
     }
-    std::vector<key_rows> keys;
+    std::vector<kvf_key_rows> keys;
     for (int32_t i = 0; i < n_heads; ++i) {
         const auto & l    = layers[heads[i].layer];
         const auto   unit = unit_of(l, heads[i]);

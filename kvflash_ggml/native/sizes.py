@@ -44,7 +44,8 @@ def _row(values: int, kind: str) -> int:
 
 PARTS = {
     "weights": "weights", "KV": "kv", "state": "state", "compute": "compute", "staging": "staging", "stages": "stages",
-    "exact scores": "masses", "queries": "queries", "drafter, embeddings": "extra", "margin": "margin",
+    "exact scores": "masses", "queries": "queries", "index": "index", "drafter, embeddings": "extra",
+    "margin": "margin",
 }  # fmt: skip
 """What a device is needed for: the names that users see, and fields of `Needs`."""
 
@@ -56,7 +57,8 @@ class Needs:
     free: what the device has before anything is loaded. layers: half-open range of layers that compute there. output:
     the output does too. experts: layers whose experts lie there, though the layer does not. kv: K and V; of a measure
     caches of all kinds. state: recurrent state and sliding windows. staging: pages on their way. stages: layer buffers
-    of exact reading. masses: exact scores at its end. queries: captured queries. extra: a drafter, embeddings.
+    of exact reading. masses: exact scores at its end. queries: captured queries. index: of the
+    policy. extra: a drafter, embeddings.
     """
 
     device: str
@@ -72,6 +74,7 @@ class Needs:
     stages: int = 0
     masses: int = 0
     queries: int = 0
+    index: int = 0
     extra: int = 0
     margin: int = 0
 

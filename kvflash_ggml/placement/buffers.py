@@ -1,8 +1,20 @@
-"""What a pool takes of a device beside its slots: pages on their way, and layer buffers."""
+"""What a pool takes of a device beside its slots: pages on their way, layer buffers, and an index."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..config import KVFlashConfig
+    from ..native.sizes import LayerSizes
+    from .sizes import Device
+
+INDEX_BLOCK, INDEX_BLOCK_BYTES = 32, 18
+"""Values of a block of Q4_0, and its bytes."""
+
+F32 = 4
+"""Bytes of a 32-bit float."""
 
 MASK = 2
 """Bytes of one mask value: of a token of the text, and a row of a step."""
@@ -17,3 +29,19 @@ def buffer_row(shapes: Collection[tuple[int, int]], n_ubatch: int, *, overlaps: 
     The buffers hold a layer of each shape, or two where the next one is copied meanwhile, and a column of the mask.
     """
     return (2 if overlaps else 1) * sum(map(sum, shapes)) + MASK * n_ubatch
+
+
+def index_bytes(layers: Iterable[LayerSizes], tokens: int, config: KVFlashConfig, device: Device) -> int:
+    """Return the bytes that the index of all sequences takes of the device that scores by it, at most.
+
+    layers: of them those that are pooled. tokens: of a context. The kernel for it is CUDA's, so the device is a GPU
+    that computes beside the host.
+    """
+    if device.kind != "gpu" or not device.overlaps:
+        return 0
+    token = sum(
+        layer.heads_kv * -(-layer.query // (F32 * layer.heads) // INDEX_BLOCK) * INDEX_BLOCK_BYTES
+        for layer in layers
+        if layer.heads
+    )
+    return min(config.index, tokens * token) * config.sequences

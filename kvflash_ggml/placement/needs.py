@@ -8,11 +8,8 @@ from dataclasses import dataclass, replace
 from ..constants import CHUNK, POOL_STEP, round_up
 from ..native.sizes import LayerSizes, Needs
 from . import memory
-from .buffers import STAGED_PAGES, buffer_row
+from .buffers import F32, STAGED_PAGES, buffer_row
 from .sizes import Device, ModelSizes, PlacementRequest
-
-F32 = 4
-"""Bytes of a 32-bit float."""
 
 MASSES_AT_ONCE = 2**20
 """Scores that are computed at once, and the unit in which their results grow, as in `kvf_masses.cpp`."""
@@ -108,6 +105,9 @@ class Bill:
         )
         return F32 * (columns + results) + max(pieces) if columns else 0
 
+    def _index(self, device: Device) -> int:
+        return self._request.index.get(device.name, 0) if self._paged else 0
+
     def base(self, part: LayerBytes) -> int:
         """Return the bytes that a layer takes of its device, without its experts."""
         cached = part.kv + part.window + part.staging if self._request.offload_kqv else 0
@@ -119,6 +119,7 @@ class Bill:
             self._compute.get(device.name, 0)
             + self._sizes.fixed.get(device.name, 0)
             + self._request.extra.get(device.name, 0)
+            + self._index(device)
             + memory.margin(device, self._request.fit)
             + self.stages(device, self.parts)
             + self.masses(device, self.parts)
@@ -135,7 +136,7 @@ class Bill:
         if here:
             return need
         holds = self._sizes.fixed.get(device.name) or need.extra
-        return replace(need, compute=0, margin=need.margin if holds else 0)
+        return replace(need, compute=0, index=0, margin=need.margin if holds else 0)
 
     def host(self, device: Device, first: int, moved: tuple[int, ...]) -> Needs:
         """Return the needs of the host: layers before `first`, experts of the layers `moved`, and the token embedding.
@@ -164,6 +165,7 @@ class Bill:
             stages=self.stages(device, cached),
             masses=self.masses(device, cached),
             queries=sum(part.queries for part in here),
+            index=self._index(device),
             extra=self._request.extra.get(device.name, 0),
             margin=memory.margin(device, self._request.fit),
         )

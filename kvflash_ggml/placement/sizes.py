@@ -58,8 +58,8 @@ class PlacementRequest:
     host: those that are there as a whole, then the first of each device, in turn. use_mmap: as upstream's.
     offload_kqv: K and V are where their layer is, else all on the host. query_rows: captured queries a pooled layer
     keeps. stage: tokens of stages for exact reading, which have to have room beside a pool. masses: values of attention
-    masses that a policy asks of the last step of a prompt at most, heads x rows x chunks. extra: what something else
-    takes, by device, such as a drafter.
+    masses that a policy asks of the last step of a prompt at most, heads x rows x chunks. index: what that of a policy
+    takes, by device. extra: what something else takes, such as a drafter.
     """
 
     n_ctx: int
@@ -77,6 +77,7 @@ class PlacementRequest:
     query_rows: int = 0
     stage: int = 0
     masses: int = 0
+    index: Mapping[str, int] = field(default_factory=dict)
     extra: Mapping[str, int] = field(default_factory=dict)
     fit: Fit = field(default_factory=Fit)
 

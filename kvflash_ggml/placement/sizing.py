@@ -12,7 +12,7 @@ from ..config import Fit, KVFlashConfig
 from ..constants import CHUNK, POOL_STEP, SPEED_CAP, round_up
 from ..errors import UnsupportedModelError, mebibytes
 from . import memory
-from .buffers import STAGED_PAGES
+from .buffers import STAGED_PAGES, index_bytes
 from .sizes import HOST, Device
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def fit(
     least, most = bounds(config, n_ctx)
     if least == most:
         return resolve(config, n_ctx=n_ctx, slot_bytes=slot_bytes, lanes=())
-    there = _survey(address(model.model), params, (least, most), query_rows, reserved, mapped, before or {})
+    there = _survey(config, address(model.model), params, (least, most), query_rows, reserved, mapped, before or {})
     size = resolve(config, n_ctx=n_ctx, slot_bytes=slot_bytes, lanes=there.lanes)
     why = size.why + "".join(f", {x / 2**20:,.0f} MiB of {name} went" for name, x in there.lost.items())
     uneven = are_uneven(there.lanes, there.spare, least, most)
@@ -136,6 +136,7 @@ class _Survey:
 
 
 def _survey(
+    config: KVFlashConfig,
     model: int,
     params: llama_context_params,
     pools: tuple[int, int],
@@ -148,7 +149,7 @@ def _survey(
 
     small, large = (measure.measure(model, params, cells=pool, query_rows=query_rows) for pool in pools)
     devices = memory.of_model(model)
-    res = _Survey()
+    res, indexed = _Survey(), query_rows == 0
     for i, (device, least, most) in enumerate(zip(devices, small.devices, large.devices, strict=True)):
         ours = least.weights if device.kind != "host" or not mapped else 0
         res.unloaded[device.name] = device.free + ours
@@ -164,6 +165,8 @@ def _survey(
             free = (free - (least.weights if mapped else 0) - margin) // HALF
         else:
             free -= margin + STAGED_PAGES * CHUNK * pages // (pools[1] - pools[0])
+            index = 0 if indexed else index_bytes(small.layers, params.n_ctx, config, device)
+            free, indexed = free - index, indexed or index > 0  # one device has all of it
         sizes = [need.kv + need.compute + need.queries for need in (least, most)]
         res.lanes.append(Lane(name=device.name, free=free, margin=margin, small=sizes[0], large=sizes[1]))
     return res

@@ -36,11 +36,11 @@ def summary(placement: Placement) -> str:
 
 
 def _row(need: Needs, device: Device) -> tuple[list[str], str]:
-    """Write KV with captured queries; compute with what something else takes; staging with what exact reading takes."""
+    """Write KV with queries and the index; compute with what something else takes; staging with exact reading's."""
     numbers = {
         "free": need.free,
         "weights": need.weights,
-        "KV": need.kv + need.queries,
+        "KV": need.kv + need.queries + need.index,
         "state": need.state,
         "compute": need.compute + need.extra,
         "staging": need.staging + need.stages + need.masses,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,17 @@ from ..state.statistics import Row
 
 if TYPE_CHECKING:
     from ..native.engine import PagedEngine
+
+
+class Room(NamedTuple):
+    """Bytes on a device."""
+
+    offset: int
+    size: int
+
+
+def no_room() -> Room:
+    return Room(0, 0)
 
 
 IDLE_THREADS = 16
@@ -36,15 +47,23 @@ def most_threads(*, idle: bool) -> int:
 
 
 class HostKeys:
-    """The keys of sealed chunks, read from the page images. Implements `policy.base.Keys`."""
+    """The keys of sealed chunks, read from the page images. Implements `policy.base.Keys`.
 
-    def __init__(self, engine: PagedEngine, store: HostStore, *, threads: int | None = None) -> None:
+    room: returns where on the device index rows of the text go, and the bytes that there are for them.
+    """
+
+    def __init__(
+        self, engine: PagedEngine, store: HostStore, *, threads: int | None = None, room: Callable[[], Room] = no_room
+    ) -> None:
         self._engine = engine
         self._store = store
         self._threads = threads or most_threads(idle=False)
         self.shapes: Sequence[KeyShape] = key_shapes(engine)
         # rows of the newest score and their addresses: one tuple, so that an interrupt cannot separate them
         self._cached: tuple[list[Row], npt.NDArray[np.uint64]] = [], np.empty(0, np.uint64)
+        self._room = room
+        self._row_bytes = 0  # of an index row, as far as there was one
+        self._sent = 0  # of the cached rows, that are on the device
 
     def read(self, chunk: int) -> list[Floats]:
         return self._engine.keys(np.frombuffer(self._store.bytes_of(chunk), np.uint8))
@@ -60,14 +79,34 @@ class HostKeys:
 
     def index(self, chunk: int, units: Pairs) -> Row:
         out = np.empty(self.index_size(units), np.uint8)
+        self._row_bytes = out.nbytes
         with self._store.lease([chunk]) as (image,):
             self._engine.wait(self._store.ticket(chunk))
             self._engine.build_index(units, image, out)
         return out
 
     def score_index(self, units: Pairs, rows: Rows, heads: Pairs, request: ScoreRequest) -> Floats:
-        queries = queries_of(heads, request, self.shapes)
-        return self._engine.score_index(units, heads, self._addresses_of(rows), request.rows, queries, self._threads)
+        asked = request.rows, queries_of(heads, request, self.shapes)
+        addresses, parts = self._addresses_of(rows), []
+        self._row_bytes = rows[0].nbytes
+        count = len(rows) - self.on_host(len(rows))
+        if count:
+            self._send(count)
+            parts.append(self._engine.score_device_index(units, heads, self._room().offset, count, *asked))
+        if count < len(rows):
+            parts.append(self._engine.score_index(units, heads, addresses[count:], *asked, self._threads))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+    def on_host(self, n_chunks: int) -> int:
+        """Return how many of the first `n_chunks` chunks the host scores, as the device has no room for them."""
+        return max(0, n_chunks - self._room().size // self._row_bytes) if self._row_bytes else n_chunks
+
+    def _send(self, count: int) -> None:
+        """Copy those of the first `count` cached rows to the device that it does not have."""
+        if self._sent < count:
+            offset = self._room().offset + self._sent * self._row_bytes
+            self._engine.put_index(offset, self._cached[1][self._sent : count], self._row_bytes)
+            self._sent = count
 
     def _addresses_of(self, rows: Rows) -> npt.NDArray[np.uint64]:
         """Return the addresses of rows. Most are known: asking all of them takes milliseconds, and the next token would
@@ -75,7 +114,7 @@ class HostKeys:
         """
         known, addresses = self._cached
         if len(rows) < len(known) or not all(map(is_, rows, known)):
-            known = []
+            known, self._sent = [], 0
         new = [row.__array_interface__["data"][0] for row in rows[len(known) :]]
         addresses = np.concatenate([addresses[: len(known)], np.array(new, np.uint64)])
         self._cached = list(rows), addresses
@@ -84,6 +123,7 @@ class HostKeys:
     def truncate(self, n_chunks: int) -> None:
         """Release the rows from `n_chunks` on, which the last score used."""
         rows, addresses = self._cached
+        self._sent = min(self._sent, n_chunks)
         self._cached = rows[:n_chunks], addresses[:n_chunks]
 
     def score_keys(self, chunks: Sequence[int], request: ScoreRequest, heads: Pairs | None = None) -> Floats:

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from ..arrays import Int32s
-from ..constants import CHUNK
+from ..constants import CHUNK, round_up
 from ..errors import ConfigError
 from ..host.heap import PageHeap
 from ..media.rows import MediaRows, Part, advances_of, are_mutual
@@ -19,11 +19,16 @@ from ..pool.page_table import BlockAllocator, PageTable
 from ..pool.shares import Claim, dealt, sizes
 from .copies import DeviceStates
 from .draft_rows import DraftRows
+from .keys import Room
 from .step import NO_LOGITS, Logits
 
 if TYPE_CHECKING:
     from ..native.engine import PagedEngine
     from .step import Step
+
+
+INDEX_STEP = 256
+"""Bytes. Index rows of a text begin at a multiple of it: a kernel reads 16 at once."""
 
 
 class TextOnPool(Protocol):
@@ -105,8 +110,9 @@ class Pool:
     engine: on a context with a pool, closed with it. n_ubatch: most rows of one step. host_limit, spill: of the page
     images, see KVFlashConfig. block_order: the order in which blocks are handed out, for tests. stage_slots: tokens
     that a streamed step can see, its own included; 0 if none can be made. stage_bytes: device memory of the layer
-    buffers. device_states: recurrent state before draft rows. media: embeddings of the texts' images. fixed_rows: a
-    step has at least a row for each sequence, see `Padding`, for which a block is set aside.
+    buffers. index_bytes: of index rows. device_states: recurrent state before draft rows. media: embeddings of the
+    texts' images. fixed_rows: a step has at least a row for each sequence, see `Padding`, for which a block is set
+    aside.
     """
 
     def __init__(
@@ -139,12 +145,24 @@ class Pool:
         self.media: MediaRows = MediaRows()
         self.stage_slots = 0
         self.stage_bytes = 0
+        self.index_bytes = 0
+        self._index_share = 0
         self.stage_mask = (AlibiStageMask if info.alibi else StageMask)(n_ubatch)
 
     def make_stages(self, slots: int) -> None:
         """Let steps see up to `slots` tokens, whatever is resident, as `PagedEngine.make_stages` does."""
         self.stage_bytes = self.engine.make_stages(slots, self.n_ubatch)
         self.stage_slots = slots
+
+    def make_index(self, size: int) -> None:
+        """Make room on a device for `size` bytes of index rows of each text, as `PagedEngine.open_index` does."""
+        share = round_up(size, INDEX_STEP)
+        self.index_bytes = self.engine.open_index(share * self.engine.info.n_seq)
+        self._index_share = share
+
+    def index_room(self, seq: int) -> Room:
+        """Return where on the device index rows of a text go. It has no more if others have none."""
+        return Room(seq * self._index_share, self._index_share)
 
     def make_mask(self) -> SlotMask:
         """Return the mask of one more text."""

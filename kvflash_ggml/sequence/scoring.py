@@ -24,7 +24,7 @@ from ..policy.base import Costed, Lasting, Masses, Pairs, ReadsAlong, Resumable,
 from ..pool.residency import Chunks, Ranking, few_moves
 from ..state.statistics import Replay, Statistics
 from ..threads import Worker, done
-from .keys import HostKeys, most_threads
+from .keys import HostKeys, Room, most_threads, no_room
 from .query_ring import QueryCopy, QueryRing
 from .scores import AttentionScores, check_scores
 from .selection import USUAL, Selection
@@ -104,13 +104,13 @@ class Scoring:
     tau: see `Selection`. With None scores have their share: where the CPU computes the steps, WORK_SHARE of the
     multiplications of a step that attends to `slots` slots; beside a device as many as it has time for, and a clock
     makes that fewer. steady: no clock says how often chunks are scored. n_chunks: of the longest text. together:
-    returns how many texts decode together now. pending: scores not used yet. passes: how often chunks were scored, in
-    `seconds` in all.
+    returns how many texts decode together now. room: see `HostKeys`. pending: scores not used yet. passes: how often
+    chunks were scored, in `seconds` in all.
     """
 
     def __init__(
         self, engine: PagedEngine, store: HostStore, scorer: Scorer, ring: QueryRing, *, tau: int | None, n_chunks: int,
-        slots: int, steady: bool = False, together: Callable[[], int] = lambda: 1,
+        slots: int, steady: bool = False, together: Callable[[], int] = lambda: 1, room: Callable[[], Room] = no_room,
     ) -> None:  # fmt: skip
         info = engine.info
         beside = info.asynchronous
@@ -143,7 +143,7 @@ class Scoring:
         self._worker = Worker("kvflash-score") if beside else None
         self._addresses: list[int] = []
         self._buffers: list[Floats] = []
-        self._keys = HostKeys(engine, store, threads=threads)
+        self._keys = HostKeys(engine, store, threads=threads, room=room)
         self.pending: deque[Future[Floats | None]] = deque()
         self._failed: Exception | None = None
         self._later: list[tuple[int, PageImage]] | None = None
@@ -160,7 +160,7 @@ class Scoring:
         self._n_chunks, self._texts = n_chunks, self._together()
         if self._costed is None:
             return
-        work, step = self._costed.work(n_chunks), WORK_SHARE * self._step_work
+        work, step = self._costed.work(self._keys.on_host(n_chunks)), WORK_SHARE * self._step_work
         if self._worker is not None:
             work *= self._engine.info.n_seq if self.clock is None else self._texts
             step = (self._step_work + DEVICE_STEP) / DEVICE_RATE

@@ -106,7 +106,7 @@ class Sequence:
         most, pool, config = -(-self.n_ctx // CHUNK), self.pool, self.config
         return Scoring(
             self.engine, self.store, scorer, self.queries, tau=config.tau, n_chunks=most, slots=pool.share,
-            steady=config.same_bits, together=lambda: pool.decoding,
+            steady=config.same_bits, together=lambda: pool.decoding, room=lambda: pool.index_room(self.seq),
         )  # fmt: skip
 
     # --- what it is

@@ -27,8 +27,8 @@ def stats() -> SimpleNamespace:
         pool=1024, n_ctx=4096, resident=16, chunks=84, page_ins=3, page_outs=83, bytes_in=1,
         bytes_out=2, host_bytes=3, device_bytes=4, policy="lru", epoch=5, type_k="f16",
         type_v="f16", pinned=False, evicted_mass=None, scored_every=None, banner=lambda: BANNER, record=Trace,
-        calibrated=lambda progress, most: False, reading="exact", stage=4096, stage_bytes=7, streamed_steps=8,
-        streamed_bytes=9, devices=(), last=ReadStats(read=4, read_whole=4, seen=4.0), spec=None,
+        calibrated=lambda progress, most: False, reading="exact", stage=4096, stage_bytes=7, index_bytes=0,
+        streamed_steps=8, streamed_bytes=9, devices=(), last=ReadStats(read=4, read_whole=4, seen=4.0), spec=None,
     )  # fmt: skip
 
 

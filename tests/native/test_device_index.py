@@ -1,0 +1,90 @@
+"""Scores by an index on a device against those of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.harness import CHUNK, KV_TYPES, Bare
+from support.rounding import ON_GPU
+
+from kvflash_ggml.errors import EngineError, UnsupportedError
+from kvflash_ggml.sequence.prefill import extend
+
+N_TOKENS = 7 * CHUNK
+ROWS = 4
+
+
+@pytest.fixture
+def indexed(bare: Callable[..., Bare], tokens: npt.NDArray[np.int32]) -> Callable[[str], tuple[Any, Any, list[Any]]]:
+    """An engine that has read a text, all its KV heads, and the index rows of the chunks."""
+
+    def make(kind: str) -> tuple[Any, Any, list[Any]]:
+        run = bare(kind, pool=1024, n_ctx=2048, type_kv=KV_TYPES["f16"], query_rows=ROWS)
+        extend(run.session, tokens[:N_TOKENS] % run.n_vocab)
+        engine = run.session.engine
+        units = np.array([(i, h) for i, x in enumerate(engine.layers) for h in range(x.n_head_kv)], np.int32)
+        rows = []
+        for chunk in range(N_TOKENS // CHUNK):
+            page, row = run.session.store.page(chunk), np.empty(engine.index_size(units), np.uint8)
+            engine.wait(page.ticket)
+            engine.build_index(units, page.address, row)
+            rows.append(row)
+        return engine, units, rows
+
+    return make
+
+
+def addresses(rows: list[Any]) -> Any:
+    return np.array([row.ctypes.data for row in rows], np.uint64)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="no device but the host")
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "uneven"])
+def test_the_device_scores_as_the_host_does(indexed: Any, kind: str) -> None:
+    engine, units, index = indexed(kind)
+    size, before = len(index[0]), 3 * len(index[0]) // 256 * 256
+    assert engine.open_index(before + 9 * size) >= before + 9 * size
+    engine.put_index(before, addresses(index[:2]), size)
+    engine.put_index(before + 2 * size, addresses(index[2:]), size)
+    layers = engine.layers
+    every = np.array([(i, h) for i, x in enumerate(layers) for h in range(x.n_head)], np.int32)
+    for heads in (every, every[::3], every[-1:]):
+        read = sorted({(i, h // (layers[i].n_head // layers[i].n_head_kv)) for i, h in heads.tolist()})
+        assert len(read) <= len(units)
+        for rows in (1, ROWS):
+            values = sum(rows * layers[i].head_k for i, _ in heads.tolist())
+            queries = np.random.default_rng(rows).standard_normal(values).astype(np.float32)
+            host = engine.score_index(units, heads, addresses(index), rows, queries, 1)
+            there = engine.score_device_index(units, heads, before, len(index), rows, queries)
+            np.testing.assert_allclose(there, host, rtol=1e-5, atol=1e-4)
+            some = engine.score_device_index(units, heads, before + 2 * size, 3, rows, queries)
+            np.testing.assert_array_equal(some, there[:, 2:5])
+
+
+@pytest.mark.skipif(not ON_GPU, reason="no device but the host")
+def test_what_is_not_there_is_refused(indexed: Any) -> None:
+    engine, units, index = indexed("dense")
+    size, heads, queries = len(index[0]), units[:1], np.zeros(4096, np.float32)
+    with pytest.raises(EngineError):
+        engine.put_index(0, addresses(index), size)  # not opened
+    engine.open_index(2 * size)
+    for offset, count in ((-size, 1), (0, 3), (size, 2), (0, 0), (2**62, 1)):
+        with pytest.raises(EngineError):
+            engine.score_device_index(units, heads, offset, count, 1, queries)
+        with pytest.raises(EngineError):
+            engine.put_index(offset, addresses(index[:count]), size)
+    with pytest.raises(EngineError):
+        engine.score_device_index(units, heads, 0, 1, ROWS + 1, queries)
+
+
+@pytest.mark.skipif(ON_GPU, reason="a device may have the kernel")
+def test_a_host_has_no_index_for_a_device(indexed: Any) -> None:
+    engine, units, index = indexed("dense")
+    with pytest.raises(UnsupportedError):
+        engine.open_index(1024)
+    with pytest.raises(EngineError):
+        engine.score_device_index(units, units[:1], 0, len(index), 1, np.zeros(4096, np.float32))
