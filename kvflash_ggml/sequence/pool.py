@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
 
@@ -112,7 +113,7 @@ class Pool:
     that a streamed step can see, its own included; 0 if none can be made. stage_bytes: device memory of the layer
     buffers. index_bytes: of index rows. device_states: recurrent state before draft rows. media: embeddings of the
     texts' images. fixed_rows: a step has at least a row for each sequence, see `Padding`, for which a block is set
-    aside.
+    aside. beside: set once the next step is submitted, for what shall run beside it.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class Pool:
         self.media: MediaRows = MediaRows()
         self.stage_slots = 0
         self.stage_bytes = 0
+        self.beside: list[Event] = []
         self.index_bytes = 0
         self._index_share = 0
         self.stage_mask = (AlibiStageMask if info.alibi else StageMask)(n_ubatch)
@@ -260,11 +262,13 @@ class Pool:
                 self._place(step)
         if media is not None or self.padding is None or steps[0].streamed is not None or steps[0].branches is not None:
             engine.step(end, wait, codes, steps[0].streamed, media)
-            return
-        try:
-            engine.step(self.padding.fill(end, {step.seq for step in steps}), wait, codes)
-        finally:
-            self.padding.clear(end)
+        else:
+            try:
+                engine.step(self.padding.fill(end, {step.seq for step in steps}), wait, codes)
+            finally:
+                self.padding.clear(end)
+        while self.beside:
+            self.beside.pop().set()
 
     def _write(self, step: Step) -> None:
         """Write the rows of a step that has several tokens, a tree or media, or streams."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Event
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -90,18 +91,21 @@ class Relevance:
         return NO_MASSES if self.scoring is None else self.scoring.ask(end, end - self._queries.valid_from)
 
     def request(
-        self, tokens: Int32s, view: View | None, *, rows: int | None, wanted: MassRequest = NO_MASSES, start: int = 0
-    ) -> None:
+        self, tokens: Int32s, view: View | None, *, rows: int | None, wanted: MassRequest = NO_MASSES, start: int = 0,
+        beside: list[Event] | None = None,
+    ) -> None:  # fmt: skip
         """Score the chunks of a text of these tokens against the newest `rows` queries, None for all.
 
-        wanted: the request to the newest step, which began at `start` and saw `view`.
+        wanted: the request to the newest step, which began at `start` and saw `view`. beside: see `Scoring.request`.
         """
         assert self.scoring is not None
         length = len(tokens)
         protected = frozenset(self._table.protected_at(length))
         captured = length - self._queries.valid_from
         seen = () if view is None else (*view.chunks, *range(start // CHUNK, length // CHUNK))
-        self.scoring.request(tokens, length // CHUNK, protected, rows=rows, captured=captured, wanted=wanted, seen=seen)
+        self.scoring.request(
+            tokens, length // CHUNK, protected, rows=rows, captured=captured, wanted=wanted, seen=seen, beside=beside
+        )
 
     def forget(self) -> None:
         """Begin a new request: no score of the last one counts."""

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from threading import Event
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -89,6 +90,9 @@ MIXED_THREADS = 4
 """Where the CPU computes a part of each step, scoring beside it gets one in this many of its threads."""
 
 
+MOST_HELD = 0.05
+"""Seconds that a score waits for the next step at most. There may be none: the answer may be complete."""
+
 MAX_FOUND = 8
 """Replays that are kept of a text."""
 
@@ -145,6 +149,7 @@ class Scoring:
         self._buffers: list[Floats] = []
         self._keys = HostKeys(engine, store, threads=threads, room=room)
         self.pending: deque[Future[Floats | None]] = deque()
+        self._begin = Event()  # what the newest score waits for
         self._failed: Exception | None = None
         self._later: list[tuple[int, PageImage]] | None = None
         try:
@@ -221,6 +226,7 @@ class Scoring:
 
     def restart(self) -> None:
         """Drop unused scores, which belong to an earlier text."""
+        self._begin.set()
         wait(self.pending)  # results and errors are of no use now
         self.pending.clear()
         self.selection.restart()
@@ -255,11 +261,14 @@ class Scoring:
         captured: int | None = None,
         wanted: MassRequest = NO_MASSES,
         seen: Sequence[int] = (),
+        beside: list[Event] | None = None,
     ) -> None:
         """Score the chunks against the newest `rows` queries, beside the compute; by default against all that are kept.
 
         captured: how many of the newest tokens have captured queries, None for all that are kept. wanted: the request
-        to the newest step, whose layer buffers held the chunks `seen`.
+        to the newest step, whose layer buffers held the chunks `seen`. beside: takes an event, to be set when the next
+        step has been submitted. Before that the thread that scores would keep the next step waiting for the
+        interpreter.
         """
         self.passes += 1
         count = self._rows(len(tokens), rows, captured)
@@ -268,7 +277,15 @@ class Scoring:
         copy = buffer, self._ring.order
         later, masses = self.masses.read(wanted, seen)
         what = max(ticket, later), copy, tokens.copy(), n_chunks, protected, count, masses
-        self.pending.append(self._run(self._score, *what))
+        begin = self._wait_with(beside) if beside is not None and self._worker is not None else None
+        self.pending.append(self._run(self._score, begin, *what))
+
+    def _wait_with(self, beside: list[Event]) -> Event:
+        """Return a new event that the next score waits for, in the place of the last one."""
+        self._begin.set()
+        self._begin = begin = Event()
+        beside.append(begin)
+        return begin
 
     def ask(self, end: int, captured: int) -> MassRequest:
         """Return the request to a streamed step that ends a prompt: the text has `end` tokens then. captured: see
@@ -283,6 +300,7 @@ class Scoring:
     def take(self) -> Floats | None:
         """Return the newest scores, waiting for them if need be; None if there are none."""
         self._raise_failure()
+        self._begin.set()
         scores = None
         while self.pending:
             scores = self.pending.popleft().result()
@@ -293,7 +311,10 @@ class Scoring:
         self._raise_failure()
         scores, began = None, time.perf_counter()
         while self.is_ready:
-            scores = self.pending.popleft().result()
+            oldest = self.pending.popleft()
+            if not self.pending:
+                self._begin.set()  # it is the newest, and no step has followed
+            scores = oldest.result()
             self.selection.used()
         if self.clock is not None:
             self.clock.waited(time.perf_counter() - began)
@@ -347,6 +368,7 @@ class Scoring:
 
     def state(self, n_chunks: int) -> PolicyState:
         """Return the clock, the pending scores, and the statistics of the first chunks. Waits for the scores."""
+        self._begin.set()
         pending = [future.result() for future in self.pending]
         statistics = done(self._run(self._statistics, n_chunks).result())
         reader = self._run(self.scorer.reader_state).result() if isinstance(self.scorer, ReadsAlong) else None
@@ -419,6 +441,7 @@ class Scoring:
 
     def _score(
         self,
+        begin: Event | None,
         ticket: int,
         copy: QueryCopy,
         tokens: Int32s,
@@ -427,6 +450,8 @@ class Scoring:
         rows: int,
         masses: Masses | None,
     ) -> Floats | None:
+        if begin is not None:
+            begin.wait(MOST_HELD)
         self._engine.wait(ticket)
         began = time.perf_counter()
         masses = self.masses.still_wanted(masses, n_chunks, rows)

@@ -221,7 +221,7 @@ class Sequence:
         due = scoring.selection.on_tokens(count, waiting=len(scoring.pending))
         if due and not self.table.unsaved:
             if self.relevance.matters(self.length):
-                self.relevance.request(self.tokens, self.view, rows=1)
+                self.relevance.request(self.tokens, self.view, rows=1, beside=self.pool.beside)
             else:
                 self.relevance.fade()
 

@@ -27,6 +27,7 @@ from kvflash_ggml.sequence.relevance import SOON
 from kvflash_ggml.sequence.scoring import DELAY, DEVICE_RATE, DEVICE_STEP, WORK_SHARE
 from kvflash_ggml.sequence.selection import Selection
 from kvflash_ggml.sequence.sequence import Sequence
+from kvflash_ggml.sequence.step import LAST
 
 PROMPT = 2048
 
@@ -449,6 +450,28 @@ def test_scores_that_come_much_later_evaluate_nothing_again(more: int) -> None:
         extend(one, np.array([token], np.int32))
     assert engine.steps == [1] * 176
     assert one.paging.page_ins > before
+    one.close()
+
+
+def test_a_score_runs_beside_the_next_step_and_not_before_it() -> None:
+    """Until that is submitted, the thread that scores would take the interpreter from it."""
+    scorer = Counted()
+    one = session(scorer, tau=4, asynchronous=True)
+    engine, score, ahead = one.engine, scorer.score, []
+
+    def watched(request: Any) -> Any:
+        ahead.append(len(engine.tokens) - len(request.tokens))  # type: ignore[attr-defined]
+        return score(request) - 5  # which asks for nothing
+
+    scorer.score = watched  # type: ignore[method-assign]
+    for token in range(40):
+        extend(one, np.array([token], np.int32))
+    (newest,) = one.pool.beside
+    one.evaluate(np.array([40], np.int32), LAST)
+    assert newest.is_set()
+    assert one.scoring is not None
+    one.scoring.take()
+    assert ahead == [1] * 40
     one.close()
 
 
