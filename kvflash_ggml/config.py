@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import notation
-from .constants import CHUNK, POOL_STEP, round_up
+from .constants import CHUNK, DEVICE_STEP, POOL_STEP, round_up
 from .errors import ConfigError
 from .settings import check, documented, in_section, is_whole, settings
 
@@ -148,6 +148,9 @@ class PoolSettings:
     )  # fmt: skip
 
 
+INDEX = 256 << 20
+"""Bytes of a GPU that a sequence's index takes at most, by default."""
+
 TAIL, SHORT_TAIL, SMALL_SHARE = 4, 2, 1024
 """Chunks of the tail by default, and in a share of fewer tokens. Of 8 blocks a tail of 4 leaves two to choose from, and
 two facts push each other out.
@@ -205,10 +208,11 @@ class KVFlashConfig:
         help="Find the model's retrieval heads once, after the first answer. FILE: take them from a file of"
         " 'kvflash-run calibrate'. off: ask all heads.  [default: on]",
     )  # fmt: skip
-    index: int = _pool(
-        notation.size, "--kvflash-index", default=256 << 20, metavar="SIZE", shown=False,
-        help="Most memory of a CUDA GPU for the index by which chunks are scored, for each sequence. The host, which is"
-        " slower, scores what has no room there. 0: all of it.  [default: 256M]",
+    index: int | None = _pool(
+        notation.size, "--kvflash-index", metavar="SIZE", shown=False,
+        help="Most memory of a CUDA GPU for the index by which chunks are scored, for each sequence. The host scores"
+        " what has no room there, and all while several texts decode.  [default: 256M for models that are so fast that"
+        " the host cannot keep up, up to 5 billion weights a token; 0 for others]",
     )  # fmt: skip
     deterministic: bool = _pool(
         bool, "--kvflash-deterministic", default=False,
@@ -368,6 +372,16 @@ class KVFlashConfig:
     def tail_of(self, share: int = SMALL_SHARE) -> int:
         """Return the tail of a sequence with `share` tokens of the pool; by default the longest tail."""
         return self.tail or (TAIL if share >= SMALL_SHARE else SHORT_TAIL)
+
+    def index_limit(self, work: float) -> int:
+        """Return the most bytes of a GPU for a sequence's index. work: multiplications of a step of one token.
+
+        On an H200 a score takes 0.4 ms from a step beside it. A model of 27 billion weights, whose score the host makes
+        meanwhile, was slower with it.
+        """
+        if self.sequences > 1 and self.same_bits:
+            return 0  # by whom a text is scored depends on others
+        return (INDEX if work <= DEVICE_STEP else 0) if self.index is None else self.index
 
     @property
     def minimum_pool(self) -> int:

@@ -35,3 +35,7 @@ KV_BLOCKS = {
 
 def round_up(value: int, step: int) -> int:
     return -(-value // step) * step
+
+
+DEVICE_STEP = 5_000_000_000
+"""Multiplications in the time that a device takes for a step of the smallest model: it begins hundreds of kernels."""

@@ -374,7 +374,8 @@ def by_memory(sizes: ModelSizes, devices: tuple[Device, ...], layers: int) -> tu
 
 def _index(config: KVFlashConfig, sizes: ModelSizes, devices: tuple[Device, ...], tokens: int) -> Mapping[str, int]:
     """Return what the policy's index takes, by device: the first one that can score by it has all of it."""
-    found = ((device.name, index_bytes(sizes.layers, tokens, config, device)) for device in devices)
+    weights = sizes.output + sum(layer.dense for layer in sizes.layers)
+    found = ((device.name, index_bytes(sizes.layers, weights, tokens, config, device)) for device in devices)
     return dict(next(([one] for one in found if one[1]), []))
 
 

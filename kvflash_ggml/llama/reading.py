@@ -116,7 +116,8 @@ def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free: Mapping
 
 def open_index(config: KVFlashConfig, sequence: Sequence) -> None:
     """Make room on a device for the index rows of all texts of a pool, once it is known which heads they are of."""
-    size = 0 if sequence.scoring is None else min(config.index, sequence.scoring.scorer.index_bytes)
+    limit = config.index_limit(sequence.engine.info.step_work)
+    size = 0 if sequence.scoring is None else min(limit, sequence.scoring.scorer.index_bytes)
     if size:
         try:
             sequence.pool.make_index(size)

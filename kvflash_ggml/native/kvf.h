@@ -390,7 +390,7 @@ enum kvf_status kvf_keys_score (const kvf_engine * engine, int32_t n_heads, cons
 enum kvf_status kvf_index_open (kvf_engine * engine, int64_t size, int64_t * device_bytes);
 // Copy the index rows at these addresses there, one behind the other.
 enum kvf_status kvf_index_put  (kvf_engine * engine, int64_t offset, int32_t n, const uint64_t * row, int64_t size);
-// As kvf_index_score, from the n index rows at `offset`, and at most query_rows queries of each head.
+// As kvf_index_score, from the n index rows at `offset`, and at most query_rows/n_seq queries of each head.
 enum kvf_status kvf_index_score_there(kvf_engine * engine, int32_t n_units, const kvf_head * units, int32_t n_heads,
                                       const kvf_head * heads, int32_t n, int64_t offset, int32_t rows, const float * queries,
                                       float * out);

@@ -9,6 +9,7 @@
 namespace {
 
 constexpr int64_t AT_ONCE = 1 << 20;  // results of one launch, in 4 MiB: 32 heads of 2M tokens
+constexpr int64_t ALIGNED = 256;
 
 // The first device that computes beside the host, and whose backend has the kernel.
 const kvf_lane * find_lane(const kvf_engine & engine, decltype(&kvf_scores) & scores) {
@@ -27,8 +28,14 @@ int64_t blocks_of(const kvf_layer & l) {
     return GGML_PAD(l.head_k, ggml_blck_size(KVF_INDEX_TYPE))/ggml_blck_size(KVF_INDEX_TYPE);
 }
 
-void set(const kvf_device_index & there, ggml_tensor * tensor, const void * data, int64_t offset, int64_t size) {
-    ggml_backend_tensor_set_async(there.queue.get(), tensor, data, offset, size);
+// Where in the host's memory results begin.
+int64_t of_host(const kvf_device_index & there) {
+    return GGML_PAD(ggml_nbytes(there.asked), ALIGNED);
+}
+
+// Rows of queries that a text has at most.
+int32_t most_rows(const kvf_engine & engine) {
+    return engine.info.query_rows/engine.info.n_seq;
 }
 
 bool is_inside(const kvf_device_index & there, int64_t offset, int64_t n, int64_t size) {
@@ -41,7 +48,7 @@ bool is_inside(const kvf_device_index & there, int64_t offset, int64_t n, int64_
 kvf_status kvf_index_open(kvf_engine * engine, int64_t size, int64_t * device_bytes) {
     int64_t columns = 0, units = 0, blocks = 1;
     for (const auto & l : engine->layers) {
-        columns += (int64_t) l.n_head*engine->info.query_rows;
+        columns += (int64_t) l.n_head*most_rows(*engine);
         units   += l.n_head_kv;
         blocks   = std::max(blocks, blocks_of(l));
     }
@@ -50,15 +57,16 @@ kvf_status kvf_index_open(kvf_engine * engine, int64_t size, int64_t * device_by
     if (!lane || blocks > KVF_SCORES_MAX_BLOCKS || columns == 0) {
         return kvf_fail(KVF_STATUS_UNSUPPORTED, "no device of the pool scores by an index");
     }
-    made->ctx.reset(ggml_init({ 4*ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }));
+    made->ctx.reset(ggml_init({ 3*ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }));
     auto * ctx = made->ctx.get();
+    made->queries = GGML_PAD(units*sizeof(kvf_scores_unit), ALIGNED);
     made->rows    = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, size);
-    made->units   = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, units*sizeof(kvf_scores_unit));
-    made->queries = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, columns*blocks*ggml_type_size(GGML_TYPE_Q8_0));
+    made->asked   = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, made->queries + columns*blocks*ggml_type_size(GGML_TYPE_Q8_0));
     made->out     = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, std::max(columns, AT_ONCE));
     made->queue.reset(ggml_backend_dev_init(lane->dev, nullptr));
     made->buffer.reset(made->queue ? ggml_backend_alloc_ctx_tensors(ctx, made->queue.get()) : nullptr);
-    if (!made->buffer) {
+    made->host.reset(ggml_backend_buft_alloc_buffer(engine->host_buft, of_host(*made) + ggml_nbytes(made->out)));
+    if (!made->buffer || !made->host) {
         return kvf_fail(KVF_STATUS_MEMORY, "no memory for an index of %lld bytes on %s", (long long) size,
                         ggml_backend_dev_name(lane->dev));
     }
@@ -75,7 +83,7 @@ kvf_status kvf_index_put(kvf_engine * engine, int64_t offset, int32_t n, const u
     }
     const std::lock_guard<std::mutex> lock(there->mutex);
     for (int32_t i = 0; i < n; ++i) {
-        set(*there, there->rows, (const void *) (uintptr_t) row[i], offset + i*size, size);
+        ggml_backend_tensor_set_async(there->queue.get(), there->rows, (const void *) (uintptr_t) row[i], offset + i*size, size);
     }
     ggml_backend_synchronize(there->queue.get());  // the rows are their owner's again
     return KVF_STATUS_SUCCESS;
@@ -98,7 +106,7 @@ kvf_status kvf_index_score_there(kvf_engine * engine, int32_t n_units, const kvf
     if (groups.empty()) {
         return kvf_fail(KVF_STATUS_ARGUMENT, "the index lacks the KV head of a query head");
     }
-    if (!there || !is_inside(*there, offset, n, size) || rows > engine->info.query_rows) {
+    if (!there || !is_inside(*there, offset, n, size) || rows > most_rows(*engine)) {
         return kvf_fail(KVF_STATUS_ARGUMENT, "no index of %d rows of %lld bytes at %lld for %d queries a head", n,
                         (long long) size, (long long) offset, rows);
     }
@@ -111,27 +119,30 @@ kvf_status kvf_index_score_there(kvf_engine * engine, int32_t n_units, const kvf
     const auto    at_once = std::clamp<int64_t>(there->out->ne[0]/columns, 1, n);
 
     const std::lock_guard<std::mutex> lock(there->mutex);
-    there->unit.clear();
-    there->asked.assign(columns*query_size, 0);
+    auto * const host    = (uint8_t *) ggml_backend_buffer_get_base(there->host.get());
+    auto * const results = (float *) (host + of_host(*there));
+    auto *       unit    = (kvf_scores_unit *) host;
     for (const auto & g : groups) {
-        const auto & k = *g.keys;
+        const auto &  k   = *g.keys;
         const int64_t one = g.queries.size()/g.count;
-        there->unit.push_back({ (int32_t) k.offset, (int32_t) (k.width/ggml_blck_size(k.type)), (int32_t) g.first,
-                                (int32_t) g.count, k.scale });
+        *unit++ = { (int32_t) k.offset, (int32_t) (k.width/ggml_blck_size(k.type)), (int32_t) g.first, (int32_t) g.count, k.scale };
         for (int64_t j = 0; j < g.count; ++j) {
-            std::copy_n(g.queries.data() + j*one, one, there->asked.data() + (g.first + j)*query_size);
+            std::copy_n(g.queries.data() + j*one, one, host + there->queries + (g.first + j)*query_size);
         }
     }
-    set(*there, there->units, there->unit.data(), 0, there->unit.size()*sizeof(kvf_scores_unit));
-    set(*there, there->queries, there->asked.data(), 0, there->asked.size());
+    auto *       queue = there->queue.get();
+    const auto * asked = (const uint8_t *) there->asked->data;
+    ggml_backend_tensor_set_async(queue, there->asked, host, 0, there->queries + columns*query_size);
     for (int64_t c = 0; c < n; c += at_once) {
         const auto   count = std::min(at_once, n - c);
         const auto * from  = (const uint8_t *) there->rows->data + offset + c*size;
-        there->scores(there->queue.get(), from, size, count, (const kvf_scores_unit *) there->units->data, groups.size(), most,
-                      there->queries->data, query_size, (float *) there->out->data);
-        ggml_backend_tensor_get_2d_async(there->queue.get(), there->out, out + c, 0, count*sizeof(float), columns,
-                                         count*sizeof(float), n*sizeof(float));
+        there->scores(queue, from, size, count, (const kvf_scores_unit *) asked, groups.size(), most, asked + there->queries,
+                      query_size, (float *) there->out->data);
+        ggml_backend_tensor_get_async(queue, there->out, results, 0, columns*count*sizeof(float));
+        ggml_backend_synchronize(queue);
+        for (int64_t i = 0; i < columns; ++i) {
+            std::copy_n(results + i*count, count, out + i*n + c);
+        }
     }
-    ggml_backend_synchronize(there->queue.get());
     return KVF_STATUS_SUCCESS;
 }

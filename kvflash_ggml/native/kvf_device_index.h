@@ -7,7 +7,6 @@
 
 #include <cstdint>
 #include <mutex>
-#include <vector>
 
 struct kvf_device_index {
     std::mutex              mutex;  // of all of it: each text has a thread that scores
@@ -15,12 +14,9 @@ struct kvf_device_index {
     decltype(&kvf_scores)   scores = nullptr;
     ggml_context_ptr        ctx;
     ggml_backend_buffer_ptr buffer;
-    ggml_tensor *           rows    = nullptr;  // I8, bytes of index rows
-    ggml_tensor *           units   = nullptr;  // I8, kvf_scores_unit of each KV head
-    ggml_tensor *           queries = nullptr;  // I8, Q8_0 blocks of each column
-    ggml_tensor *           out     = nullptr;  // F32, of all columns and some chunks
-
-    // of a score
-    std::vector<kvf_scores_unit> unit;
-    std::vector<uint8_t>         asked;
+    ggml_tensor *           rows  = nullptr;  // I8, bytes of index rows
+    ggml_tensor *           asked = nullptr;  // I8, kvf_scores_unit of each KV head, and from `queries` on Q8_0 blocks of each column
+    ggml_tensor *           out   = nullptr;  // F32, of all columns and some chunks
+    int64_t                 queries = 0;
+    ggml_backend_buffer_ptr host;             // page-locked: of what is asked, and behind it of what comes out
 };

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 INDEX_BLOCK, INDEX_BLOCK_BYTES = 32, 18
 """Values of a block of Q4_0, and its bytes."""
 
-F32 = 4
-"""Bytes of a 32-bit float."""
+F16, F32 = 2, 4
+"""Bytes of a float."""
 
 MASK = 2
 """Bytes of one mask value: of a token of the text, and a row of a step."""
@@ -31,11 +31,11 @@ def buffer_row(shapes: Collection[tuple[int, int]], n_ubatch: int, *, overlaps: 
     return (2 if overlaps else 1) * sum(map(sum, shapes)) + MASK * n_ubatch
 
 
-def index_bytes(layers: Iterable[LayerSizes], tokens: int, config: KVFlashConfig, device: Device) -> int:
+def index_bytes(layers: Iterable[LayerSizes], weights: int, tokens: int, config: KVFlashConfig, device: Device) -> int:
     """Return the bytes that the index of all sequences takes of the device that scores by it, at most.
 
-    layers: of them those that are pooled. tokens: of a context. The kernel for it is CUDA's, so the device is a GPU
-    that computes beside the host.
+    weights: bytes of the model, at two a multiplication. tokens: of a context. The kernel for it is CUDA's, so the
+    device is a GPU that computes beside the host.
     """
     if device.kind != "gpu" or not device.overlaps:
         return 0
@@ -44,4 +44,4 @@ def index_bytes(layers: Iterable[LayerSizes], tokens: int, config: KVFlashConfig
         for layer in layers
         if layer.heads
     )
-    return min(config.index, tokens * token) * config.sequences
+    return min(config.index_limit(weights / F16), tokens * token) * config.sequences

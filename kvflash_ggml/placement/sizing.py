@@ -150,6 +150,7 @@ def _survey(
     small, large = (measure.measure(model, params, cells=pool, query_rows=query_rows) for pool in pools)
     devices = memory.of_model(model)
     res, indexed = _Survey(), query_rows == 0
+    weights = sum(need.weights for need in small.devices)
     for i, (device, least, most) in enumerate(zip(devices, small.devices, large.devices, strict=True)):
         ours = least.weights if device.kind != "host" or not mapped else 0
         res.unloaded[device.name] = device.free + ours
@@ -165,7 +166,7 @@ def _survey(
             free = (free - (least.weights if mapped else 0) - margin) // HALF
         else:
             free -= margin + STAGED_PAGES * CHUNK * pages // (pools[1] - pools[0])
-            index = 0 if indexed else index_bytes(small.layers, params.n_ctx, config, device)
+            index = 0 if indexed else index_bytes(small.layers, weights, params.n_ctx, config, device)
             free, indexed = free - index, indexed or index > 0  # one device has all of it
         sizes = [need.kv + need.compute + need.queries for need in (least, most)]
         res.lanes.append(Lane(name=device.name, free=free, margin=margin, small=sizes[0], large=sizes[1]))

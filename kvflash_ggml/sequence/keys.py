@@ -49,7 +49,8 @@ def most_threads(*, idle: bool) -> int:
 class HostKeys:
     """The keys of sealed chunks, read from the page images. Implements `policy.base.Keys`.
 
-    room: returns where on the device index rows of the text go, and the bytes that there are for them.
+    room: returns where on the device index rows of the text go, and the bytes that there are for them. alone: no other
+    text decodes now. Only then does the device score: a launch for each of several texts would take as long as a step.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class HostKeys:
         # rows of the newest score and their addresses: one tuple, so that an interrupt cannot separate them
         self._cached: tuple[list[Row], npt.NDArray[np.uint64]] = [], np.empty(0, np.uint64)
         self._room = room
+        self.alone = True
         self._row_bytes = 0  # of an index row, as far as there was one
         self._sent = 0  # of the cached rows, that are on the device
 
@@ -98,8 +100,10 @@ class HostKeys:
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def on_host(self, n_chunks: int) -> int:
-        """Return how many of the first `n_chunks` chunks the host scores, as the device has no room for them."""
-        return max(0, n_chunks - self._room().size // self._row_bytes) if self._row_bytes else n_chunks
+        """Return how many of the first `n_chunks` chunks the host scores: those that the device has no room for."""
+        if not self.alone or not self._row_bytes:
+            return n_chunks
+        return max(0, n_chunks - self._room().size // self._row_bytes)
 
     def _send(self, count: int) -> None:
         """Copy those of the first `count` cached rows to the device that it does not have."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..arrays import Floats, Int32s
-from ..constants import CHUNK
+from ..constants import CHUNK, DEVICE_STEP
 from ..errors import HostMemoryError
 from ..native.streamed import NO_MASSES, MassRequest
 from ..policy.base import Costed, Lasting, Masses, Pairs, ReadsAlong, Resumable, Scorer, ScoreRequest, Selective
@@ -79,9 +79,6 @@ DEVICE_RATE = 300
 On an H200 with 16 cores a score of 140 million took 4.8 ms, and a step of 27 billion 11.8: so the worker is busy for
 about a quarter of the time. At 128K tokens each score delays a step by 2 to 3 ms.
 """
-
-DEVICE_STEP = 5e9
-"""Multiplications in the time that a device takes for a step of the smallest model: it begins hundreds of kernels."""
 
 MIXED_SHARE = 0.08
 """As WORKER_SHARE, where the CPU computes a part of each step, for a scorer without an `overhead` of its own."""
@@ -165,6 +162,7 @@ class Scoring:
         self._n_chunks, self._texts = n_chunks, self._together()
         if self._costed is None:
             return
+        self._keys.alone = self._texts == 1
         work, step = self._costed.work(self._keys.on_host(n_chunks)), WORK_SHARE * self._step_work
         if self._worker is not None:
             work *= self._engine.info.n_seq if self.clock is None else self._texts

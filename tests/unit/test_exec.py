@@ -58,7 +58,6 @@ def test_the_program_is_told_through_its_environment(started: Any, tmp_path: Pat
         "KVFLASH_POLICY": "lru",
         "KVFLASH_TAU": "8",
         "KVFLASH_CALIBRATE": "heads.json",
-        "KVFLASH_INDEX": str(256 << 20),
         "KVFLASH_DETERMINISTIC": "False",
         "KVFLASH_READING": "auto",
         "KVFLASH_PREVIEW_SHARE": "0.05",
