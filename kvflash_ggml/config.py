@@ -209,7 +209,7 @@ class KVFlashConfig:
         " 'kvflash-run calibrate'. off: ask all heads.  [default: on]",
     )  # fmt: skip
     index: int | None = _pool(
-        notation.size, "--kvflash-index", metavar="SIZE", shown=False,
+        notation.size, "--kvflash-index", metavar="SIZE", least=0, shown=False,
         help="Most memory of a CUDA GPU for the index by which chunks are scored, for each sequence. The host scores"
         " what has no room there, and all while several texts decode.  [default: 256M for models that are so fast that"
         " the host cannot keep up, up to 5 billion weights a token; 0 for others]",

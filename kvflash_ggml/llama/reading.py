@@ -115,16 +115,18 @@ def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free: Mapping
 
 
 def open_index(config: KVFlashConfig, sequence: Sequence) -> None:
-    """Make room on a device for the index rows of all texts of a pool, once it is known which heads they are of."""
+    """Make room on a device for the index rows of all texts of a pool, once it is known which heads they are of.
+
+    Where that cannot be, the host scores. A warning says so if it was asked for, or there is no memory.
+    """
     limit = config.index_limit(sequence.engine.info.step_work)
     size = 0 if sequence.scoring is None else min(limit, sequence.scoring.scorer.index_bytes)
     if size:
         try:
             sequence.pool.make_index(size)
-        except UnsupportedError:  # no kernel: the host scores, as always
-            return
-        except HostMemoryError as err:
-            logger.warning("chunks are scored on the host: %s", err)
+        except (UnsupportedError, HostMemoryError) as err:
+            asked = config.index is not None or isinstance(err, HostMemoryError)
+            logger.log(logging.WARNING if asked else logging.DEBUG, "chunks are scored on the host: %s", err)
 
 
 def stage_slots(requested: int | None, *, n_ctx: int, rooms: abc.Sequence[StageRoom]) -> tuple[int, str]:

@@ -93,10 +93,7 @@ kvf_status kvf_index_score_there(kvf_engine * engine, int32_t n_units, const kvf
                                  const kvf_head * heads, int32_t n, int64_t offset, int32_t rows, const float * queries,
                                  float * out) {
     const auto layers = kvf_layers(*engine);
-    if (const auto status = kvf_check_score(layers, n_heads, heads, n, rows)) {
-        return status;
-    }
-    if (const auto status = kvf_check_heads(layers, n_units, units, &kvf_layer::n_head_kv)) {
+    if (const auto status = kvf_check_index(layers, n_units, units, n_heads, heads, n, rows)) {
         return status;
     }
     const auto    keys   = kvf_rows_of_index(layers, n_units, units);

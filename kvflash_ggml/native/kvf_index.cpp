@@ -16,6 +16,14 @@ bool precedes(const kvf_head & a, const kvf_head & b) {
     return a.layer < b.layer || (a.layer == b.layer && a.head < b.head);
 }
 
+kvf_status check_score(const std::vector<kvf_layer> & layers, int32_t n_heads, const kvf_head * heads, int32_t n,
+                       int32_t rows) {
+    if (n <= 0 || rows <= 0) {
+        return kvf_fail(KVF_STATUS_ARGUMENT, "%d chunks to score for %d queries a head", n, rows);
+    }
+    return kvf_check_heads(layers, n_heads, heads, &kvf_layer::n_head);
+}
+
 kvf_head unit_of(const kvf_layer & l, const kvf_head & head) {
     return { head.layer, head.head/(l.n_head/l.n_head_kv) };
 }
@@ -122,12 +130,12 @@ kvf_status score(const std::vector<kvf_layer> & layers, const std::vector<kvf_ke
 
 }  // namespace
 
-kvf_status kvf_check_score(const std::vector<kvf_layer> & layers, int32_t n_heads, const kvf_head * heads, int32_t n,
-                           int32_t rows) {
-    if (n <= 0 || rows <= 0) {
-        return kvf_fail(KVF_STATUS_ARGUMENT, "%d chunks to score for %d queries a head", n, rows);
+kvf_status kvf_check_index(const std::vector<kvf_layer> & layers, int32_t n_units, const kvf_head * units, int32_t n_heads,
+                           const kvf_head * heads, int32_t n, int32_t rows) {
+    if (const auto status = check_score(layers, n_heads, heads, n, rows)) {
+        return status;
     }
-    return kvf_check_heads(layers, n_heads, heads, &kvf_layer::n_head);
+    return kvf_check_heads(layers, n_units, units, &kvf_layer::n_head_kv);
 }
 
 std::vector<kvf_key_rows> kvf_rows_of_index(const std::vector<kvf_layer> & layers, int32_t n_units, const kvf_head * units) {
@@ -239,10 +247,7 @@ kvf_status kvf_index_score(const kvf_engine * engine, int32_t n_units, const kvf
                            const kvf_head * heads, int32_t n, const uint64_t * index, int32_t rows,
                            const float * queries, float * out, int32_t n_threads) {
     const auto layers = kvf_layers(*engine);
-    if (const auto status = kvf_check_score(layers, n_heads, heads, n, rows)) {
-        return status;
-    }
-    if (const auto status = kvf_check_heads(layers, n_units, units, &kvf_layer::n_head_kv)) {
+    if (const auto status = kvf_check_index(layers, n_units, units, n_heads, heads, n, rows)) {
         return status;
     }
     const auto keys = kvf_rows_of_index(layers, n_units, units);
@@ -252,7 +257,7 @@ kvf_status kvf_index_score(const kvf_engine * engine, int32_t n_units, const kvf
 kvf_status kvf_keys_score(const kvf_engine * engine, int32_t n_heads, const kvf_head * heads, int32_t n,
                           const uint64_t * image, int32_t rows, const float * queries, float * out, int32_t n_threads) {
     const auto layers = kvf_layers(*engine);
-    if (const auto status = kvf_check_score(layers, n_heads, heads, n, rows)) {
+    if (const auto status = check_score(layers, n_heads, heads, n, rows)) {
         return status;
     }
     std::vector<kvf_key_rows> keys;

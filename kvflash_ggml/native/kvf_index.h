@@ -29,9 +29,9 @@ struct kvf_column_group {
     std::vector<uint8_t> queries;
 };
 
-// Can these heads ask for n chunks, with so many queries each?
-kvf_status kvf_check_score(const std::vector<kvf_layer> & layers, int32_t n_heads, const kvf_head * heads, int32_t n,
-                           int32_t rows);
+// Can these heads ask for n chunks, with so many queries each, of an index of these units?
+kvf_status kvf_check_index(const std::vector<kvf_layer> & layers, int32_t n_units, const kvf_head * units, int32_t n_heads,
+                           const kvf_head * heads, int32_t n, int32_t rows);
 
 std::vector<kvf_key_rows> kvf_rows_of_index(const std::vector<kvf_layer> & layers, int32_t n_units, const kvf_head * units);
 

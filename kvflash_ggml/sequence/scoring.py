@@ -146,7 +146,7 @@ class Scoring:
         self._buffers: list[Floats] = []
         self._keys = HostKeys(engine, store, threads=threads, room=room)
         self.pending: deque[Future[Floats | None]] = deque()
-        self._begin = Event()  # what the newest score waits for
+        self._begin = Event()  # once it is set, the newest score runs
         self._failed: Exception | None = None
         self._later: list[tuple[int, PageImage]] | None = None
         try:
@@ -160,9 +160,9 @@ class Scoring:
     def _pace(self, n_chunks: int) -> None:
         """Choose the tokens between two scores of a text with `n_chunks` sealed chunks, by what a score costs."""
         self._n_chunks, self._texts = n_chunks, self._together()
+        self._keys.alone = self._texts == 1  # whatever tau is
         if self._costed is None:
             return
-        self._keys.alone = self._texts == 1
         work, step = self._costed.work(self._keys.on_host(n_chunks)), WORK_SHARE * self._step_work
         if self._worker is not None:
             work *= self._engine.info.n_seq if self.clock is None else self._texts

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.harness import CHUNK, KV_TYPES, Bare
+from support.inside import inside
 from support.rounding import ON_GPU
 
 from kvflash_ggml.errors import EngineError, UnsupportedError
@@ -88,3 +89,36 @@ def test_a_host_has_no_index_for_a_device(indexed: Any) -> None:
         engine.open_index(1024)
     with pytest.raises(EngineError):
         engine.score_device_index(units, units[:1], 0, len(index), 1, np.zeros(4096, np.float32))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="no device but the host")
+def test_a_model_scores_there(
+    llama: Callable[..., Any], tokens: npt.NDArray[np.int32], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole index is there, or nothing of it, or a half."""
+    from kvflash_ggml.native.engine import PagedEngine
+
+    seen, score, half = [], PagedEngine.score_device_index, 0
+
+    def counted(self: Any, units: Any, heads: Any, offset: int, count: int, *rest: Any) -> Any:
+        seen.append(count)
+        return score(self, units, heads, offset, count, *rest)
+
+    monkeypatch.setattr(PagedEngine, "score_device_index", counted)
+    for part in ("all", "none", "half"):
+        size = {"all": None, "none": 0, "half": half}[part]
+        llm = llama(n_ctx=4096, kvflash=512, kvflash_policy="qk", kvflash_tau=4, kvflash_index=size)
+        seen.clear()
+        ids = tokens[:3100] % llm.n_vocab()
+        llm.eval(ids[:3000].tolist())
+        for token in ids[3000:].tolist():
+            llm.eval([token])
+        assert llm.kvflash.page_ins > 0
+        assert (llm.kvflash.index_bytes > 0) == bool(seen) == (part != "none")
+        assert ("on the GPU" in llm.kvflash.banner()) == (part != "none")
+        if part == "all":
+            assert max(seen) == 3100 // CHUNK
+            half = inside(llm).session.scoring.scorer.index_bytes // 2
+        if part == "half":
+            assert max(seen) == 32
+        llm.close()

@@ -45,6 +45,9 @@ WRONG = [
     ("pins", ((1.0, 2),)),
     ("pins", (("a", "b"),)),
     ("pins", (("a", "b"),)),
+    ("index", -1),
+    ("index", 1.5),
+    ("index", "256M"),
     ("host_limit", -1),
     ("host_limit", 1e9),
     ("host_limit", "1G"),
@@ -160,3 +163,21 @@ def test_shares_are_elastic_unless_bits_are_promised() -> None:
             KVFlashConfig(parallel=2, pool_share="elastic", **promise)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="not 'fair'"):
         KVFlashConfig(pool_share="fair")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "small", "large"),
+    [
+        ({}, 256 << 20, 0),
+        ({"index": 0}, 0, 0),
+        ({"index": 5}, 5, 5),
+        ({"parallel": 2}, 256 << 20, 0),
+        ({"parallel": 2, "index": 5, "deterministic": True}, 0, 0),
+        ({"index": 5, "deterministic": True}, 5, 5),
+    ],
+)
+def test_models_that_the_host_keeps_up_with_have_no_index_on_a_gpu(
+    fields: dict[str, Any], small: int, large: int
+) -> None:
+    config = KVFlashConfig(**fields)
+    assert (config.index_limit(5e9), config.index_limit(5e9 + 1)) == (small, large)

@@ -139,3 +139,64 @@ def test_texts_do_not_share_room(size: int) -> None:
     assert second.offset + second.size <= taken[0] == pool.index_bytes
     assert min(first.size, second.size) >= size
     assert second.offset % 16 == 0
+
+
+def test_the_host_scores_while_several_texts_decode() -> None:
+    device = Device(8 * ROW)
+    keys, rows = text(device, Room(0, 8 * ROW)), [row(i) for i in range(1, 4)]
+    assert scored(keys, rows) == [1, 2, 3]
+    keys.alone = False
+    assert scored(keys, rows) == [-1, -2, -3]
+    keys.alone = True
+    assert scored(keys, rows) == [1, 2, 3]
+    assert device.copied == 3
+
+
+@pytest.mark.parametrize("tau", [None, 8])
+def test_a_text_says_whether_it_is_alone(tau: int | None) -> None:
+    from support.fake_engine import FakeEngine, make_session
+
+    from kvflash_ggml.config import KVFlashConfig
+    from kvflash_ggml.policy.qk import QKScorer
+
+    opened: list[Any] = []
+
+    class Watched(QKScorer):
+        def open(self, keys: Any, n_chunks: int) -> None:
+            opened.append(keys)
+            super().open(keys, n_chunks)
+
+    engine, config = FakeEngine(512, 128, query_rows=40), KVFlashConfig(pool=512, tau=tau)
+    one = make_session(engine, config, n_ctx=8192, n_batch=128, n_ubatch=128, scorer=Watched())
+    assert one.scoring is not None
+    for decoding in (1, 2, 1):
+        one.pool.decoding = decoding
+        one.scoring.truncate(0)
+        assert opened[0].alone == (decoding == 1)
+    one.close()
+
+
+GPU = {"name": "CUDA0", "kind": "gpu", "free": 1 << 34, "total": 1 << 34}
+
+
+@pytest.mark.parametrize(
+    ("device", "weights", "want"),
+    [
+        ({"overlaps": True}, 10**9, 2 * 4096 * 2 * 4 * 18),
+        ({"overlaps": True}, 10**11, 0),
+        ({"overlaps": False}, 10**9, 0),
+        ({"overlaps": True, "kind": "remote"}, 10**9, 0),
+    ],
+)
+def test_a_placement_counts_it(device: dict[str, Any], weights: int, want: int) -> None:
+    """Two layers with an index, of two KV heads of 128 values in 4 blocks; another one has none."""
+    from kvflash_ggml.config import KVFlashConfig
+    from kvflash_ggml.native.sizes import LayerSizes
+    from kvflash_ggml.placement.buffers import index_bytes
+    from kvflash_ggml.placement.sizes import Device as Place
+
+    layers = [LayerSizes(query=4 * 8 * 128, heads=8, heads_kv=2)] * 2 + [LayerSizes()]
+    place = Place(**(GPU | device))
+    assert index_bytes(layers, weights, 4096, KVFlashConfig(), place) == want
+    assert index_bytes(layers, weights, 4096, KVFlashConfig(parallel=3), place) == 3 * want
+    assert index_bytes(layers, weights, 1 << 30, KVFlashConfig(), place) in (0, 256 << 20)
