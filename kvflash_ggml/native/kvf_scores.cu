@@ -1,6 +1,6 @@
 // Attention masses from an index on the device. A block of 64 threads has the keys of a chunk in one KV head, a thread one of
-// them, and multiplies it with up to eight queries. So the index is read once, and a tenth of a millisecond per 100 MiB is all
-// that a step which runs beside it can lose.
+// them, and multiplies it with up to eight queries. So the index is read once: 144 MiB in 0.11 ms on an H200. A step that runs
+// beside it takes 0.4 ms longer there, with 4,096 tokens as with 8,192, and it is not known why.
 
 #include "kvf_scores.h"
 
