@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import notation
-from .constants import CHUNK, DEVICE_STEP, POOL_STEP, round_up
+from .constants import CHUNK, POOL_STEP, round_up
 from .errors import ConfigError
 from .settings import check, documented, in_section, is_whole, settings
 
@@ -211,8 +211,7 @@ class KVFlashConfig:
     index: int | None = _pool(
         notation.size, "--kvflash-index", metavar="SIZE", least=0, shown=False,
         help="Most memory of a CUDA GPU for the index by which chunks are scored, for each sequence. The host scores"
-        " what has no room there, and all while several texts decode.  [default: 256M for models that are so fast that"
-        " the host cannot keep up, up to 5 billion weights a token; 0 for others]",
+        " what has no room there.  [default: 256M]",
     )  # fmt: skip
     deterministic: bool = _pool(
         bool, "--kvflash-deterministic", default=False,
@@ -373,15 +372,10 @@ class KVFlashConfig:
         """Return the tail of a sequence with `share` tokens of the pool; by default the longest tail."""
         return self.tail or (TAIL if share >= SMALL_SHARE else SHORT_TAIL)
 
-    def index_limit(self, work: float) -> int:
-        """Return the most bytes of a GPU for a sequence's index. work: multiplications of a step of one token.
-
-        On an H200 a score takes 0.4 ms from a step beside it. A model of 27 billion weights, whose score the host makes
-        meanwhile, was slower with it.
-        """
-        if self.sequences > 1 and self.same_bits:
-            return 0  # by whom a text is scored depends on others
-        return (INDEX if work <= DEVICE_STEP else 0) if self.index is None else self.index
+    @property
+    def index_limit(self) -> int:
+        """The most bytes of a GPU for a sequence's index."""
+        return INDEX if self.index is None else self.index
 
     @property
     def minimum_pool(self) -> int:

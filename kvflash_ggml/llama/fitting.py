@@ -25,7 +25,7 @@ from ..placement.sizes import Device, ModelSizes, Placement, PlacementRequest
 from ..placement.sizing import PoolSize
 from ..placement.table import summary
 from ..placement.wanted import LAYER, NONE
-from ..policy.base import Exact
+from ..policy.base import Exact, Indexed
 from ..remote import Endpoint
 from . import embedding, parameters, vision
 from .drafting import device_bytes, likely, loads_head, search
@@ -49,10 +49,12 @@ NOT_MADE = "llama.cpp could not make it all the same: something else may have ta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """What a model needs beside its weights and cache. query_rows: captured queries. exact: the policy that wants exact
-    scores. reserved: bytes of the first device. planes: recurrent states to roll back to. head: load an MTP head."""
+    """What a model needs beside its weights and cache. query_rows: captured queries. indexed: the policy has an index.
+    exact: the policy that wants exact scores. reserved: bytes of the first device. planes: recurrent states to roll
+    back to. head: load an MTP head."""
 
     query_rows: int = 0
+    indexed: bool = False
     exact: Exact | None = None
     reserved: int = 0
     planes: int = 0
@@ -183,6 +185,7 @@ def beside(path: str, asked: ModelRequest) -> Beside:
     rows = 0 if scorer is None else scorer.query_rows
     return Beside(
         query_rows=rows + (drafts.queries if rows else 0),
+        indexed=isinstance(scorer, Indexed),
         exact=scorer if isinstance(scorer, Exact) else None,
         reserved=(0 if small is None else drafter.reserve_bytes(small)) + embeds + device_bytes(found) + images,
         planes=drafts.planes,
@@ -300,7 +303,7 @@ def predicted(
             query_rows=beside.query_rows,
             stage=staged(asked.config, tokens) if open_ else 0,
             masses=0 if beside.exact is None else beside.exact.most_masses(tokens // CHUNK, heads),
-            index={} if asked.config is None or not beside.query_rows else _index(asked.config, sizes, devices, tokens),
+            index={} if asked.config is None or not beside.indexed else _index(asked.config, sizes, devices, tokens),
             fit=asked.fit or limits or Fit(),
         )
 
@@ -373,10 +376,10 @@ def by_memory(sizes: ModelSizes, devices: tuple[Device, ...], layers: int) -> tu
 
 
 def _index(config: KVFlashConfig, sizes: ModelSizes, devices: tuple[Device, ...], tokens: int) -> Mapping[str, int]:
-    """Return what the policy's index takes, by device: the first one that can score by it has all of it."""
-    weights = sizes.output + sum(layer.dense for layer in sizes.layers)
-    found = ((device.name, index_bytes(sizes.layers, weights, tokens, config, device)) for device in devices)
-    return dict(next(([one] for one in found if one[1]), []))
+    """Return what the policy's index takes, by device: of a single one, since it holds all layers or none is made."""
+    several = len(devices) > 2  # with the host
+    name = devices[0].name
+    return {} if several else {name: config.sequences * index_bytes(sizes.layers, tokens, config, name)}
 
 
 def _slots(config: KVFlashConfig | None, sizes: ModelSizes, types: list[str | None]) -> Any:

@@ -20,7 +20,7 @@ from ..native import library
 from ..placement import memory, sizing
 from ..placement.sizing import PoolSize, with_steps
 from ..placement.wanted import DeviceChoice
-from ..policy.base import DRAFTER, Scorer
+from ..policy.base import DRAFTER, Indexed, Scorer
 from ..runtime.saving import Saver
 from .drafting import DraftRoom, device_bytes, loads_head, room, search
 from .parameters import UPSTREAM_PARAMETERS, ModelRequest
@@ -175,6 +175,7 @@ class Opening:
             model,
             with_steps(model, params, **self._steps),
             query_rows=self._query_rows(params),
+            indexed=isinstance(self._scorer, Indexed),
             reserved=others,
             mapped=mapped,
             before=self.free,
@@ -202,7 +203,9 @@ class Opening:
                 slots = SPEED_CAP if config.pool == "auto" else round_up(config.pool, POOL_STEP)
             made, rows = with_steps(model, params, **self._steps), self._query_rows(params)
             count, alone = (
-                sizing.sequences_for(config, model, made, slots, query_rows=rows)
+                sizing.sequences_for(
+                    config, model, made, slots, query_rows=rows, indexed=isinstance(self._scorer, Indexed)
+                )
                 if self._draft_model is None
                 else (1, "draft_model serves one")
             )

@@ -78,7 +78,7 @@ class PooledTexts:
             model.finder = open_finder(llm, model.weights, sequence, scorer)
         if model.finder is not None:
             stack.callback(model.finder.close)
-        open_index(config, sequence)
+        open_index(model, config, sequence)
         level = logging.WARNING if llm.verbose else logging.INFO
         if logger.isEnabledFor(level):
             logger.log(level, self.stats_of(text).banner())

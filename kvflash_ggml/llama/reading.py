@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..arrays import address
-from ..config import KVFlashConfig
+from ..config import Fit, KVFlashConfig
 from ..constants import POOL_STEP, round_up
 from ..errors import ConfigError, DeviceLimit, HostMemoryError, UnsupportedError
 from ..logs import warn_once
 from ..placement.buffers import buffer_row
 from ..placement.sizes import HOST
+from ..policy.base import Indexed
 from ..runtime.model import Model
 from ..sequence.reading import Reading
 from ..sequence.sequence import Sequence
@@ -114,19 +115,27 @@ def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free: Mapping
     return Reading(exact=True, answers_exactly=config.answer != "pool", why=why)
 
 
-def open_index(config: KVFlashConfig, sequence: Sequence) -> None:
-    """Make room on a device for the index rows of all texts of a pool, once it is known which heads they are of.
+def open_index(model: Model, config: KVFlashConfig, sequence: Sequence) -> None:
+    """Make room on the device of all layers for the index rows of all texts, once it is known which heads they are of.
 
-    Where that cannot be, the host scores. A warning says so if it was asked for, or there is no memory.
+    Where that cannot be, the host scores. A warning says so if it was asked for, or there is no memory for any.
     """
-    limit = config.index_limit(sequence.engine.info.step_work)
-    size = 0 if sequence.scoring is None else min(limit, sequence.scoring.scorer.index_bytes)
-    if size:
-        try:
-            sequence.pool.make_index(size)
-        except (UnsupportedError, HostMemoryError) as err:
-            asked = config.index is not None or isinstance(err, HostMemoryError)
-            logger.log(logging.WARNING if asked else logging.DEBUG, "chunks are scored on the host: %s", err)
+    from ..placement import memory
+
+    scorer, pool = None if sequence.scoring is None else sequence.scoring.scorer, sequence.pool
+    size = min(config.index_limit, scorer.index_bytes) if isinstance(scorer, Indexed) else 0
+    if not size:
+        return
+    name = pool.engine.info.devices[0].name
+    gpus = [x for x in memory.of_model(address(model.weights.model)) if x.name == name and x.kind == "gpu"]
+    size = min([size, *((x.free - memory.margin(x, Fit())) // config.sequences for x in gpus)])
+    try:
+        if size <= 0:
+            raise HostMemoryError(f"{name} has no memory for an index beside its margin")
+        pool.make_index(size)
+    except (UnsupportedError, HostMemoryError) as err:
+        asked = config.index is not None or isinstance(err, HostMemoryError)
+        logger.log(logging.WARNING if asked else logging.DEBUG, "chunks are scored on the host: %s", err)
 
 
 def stage_slots(requested: int | None, *, n_ctx: int, rooms: abc.Sequence[StageRoom]) -> tuple[int, str]:

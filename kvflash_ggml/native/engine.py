@@ -426,6 +426,19 @@ class PagedEngine:
         data = ffi.from_buffer("float[]", out, require_writable=True)
         return int(value(lib.kvf_masses_read(self._engine, data, out.size, ticket), ticket))
 
+    def score_device_index(
+        self, units: Int32s, heads: Int32s, offset: int, count: int, rows: Int32s, out: Floats
+    ) -> None:
+        """Score as `score_index` does, from the `count` index rows that `put_index` put there, for the captured queries
+        in these rows. Fills `out` [heads * rows, count], at most INDEX_SCORES values.
+
+        On the thread of the steps, behind the compute submitted so far. `out` is filled once a later transfer is done,
+        such as `read_queries`.
+        """
+        data = ffi.from_buffer("float[]", out, require_writable=True)
+        check(lib.kvf_index_score_there(self._engine, len(units), _heads(units), len(heads), _heads(heads), count,
+                                        offset, len(rows), ffi.from_buffer("int32_t[]", rows), data))  # fmt: skip
+
     # --- scoring beside a decode, on any thread
 
     def keys(self, page: npt.NDArray[np.uint8]) -> list[Floats]:
@@ -478,16 +491,6 @@ class PagedEngine:
         """Copy the index rows of `size` bytes at these addresses to the device, one behind the other."""
         rows = ffi.from_buffer("uint64_t[]", addresses)
         check(lib.kvf_index_put(self._engine, offset, len(addresses), rows, size))
-
-    def score_device_index(
-        self, units: Int32s, heads: Int32s, offset: int, count: int, rows: int, queries: Floats
-    ) -> Floats:
-        """Score as `score_index` does, on the device, from the `count` index rows that `put_index` put there."""
-        out = np.empty((len(heads) * rows, count), np.float32)
-        check(lib.kvf_index_score_there(self._engine, len(units), _heads(units), len(heads), _heads(heads), count,
-                                        offset, rows, ffi.from_buffer("float[]", queries),
-                                        ffi.from_buffer("float[]", out)))  # fmt: skip
-        return out
 
     def score_keys(self, heads: Int32s, images: Addresses, rows: int, queries: Floats, threads: int) -> Floats:
         """Log of the attention mass per page image, before normalisation; shape [len(heads) * rows, n].

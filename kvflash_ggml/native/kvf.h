@@ -11,7 +11,7 @@ extern "C" {
 #include <stdint.h>
 
 // [cdef]
-#define KVF_ABI   17
+#define KVF_ABI   18
 #define KVF_BLOCK 64
 
 enum kvf_status {
@@ -383,16 +383,19 @@ enum kvf_status kvf_index_score(const kvf_engine * engine, int32_t n_units, cons
 enum kvf_status kvf_keys_score (const kvf_engine * engine, int32_t n_heads, const kvf_head * heads, int32_t n,
                                 const uint64_t * image, int32_t rows, const float * queries, float * out, int32_t n_threads);
 
-// Scoring on a device of the pool, from index rows that lie there: beside the steps, and on any thread.
+// Scoring on the device that holds all of the pool, from index rows that lie there, in its turn behind the steps.
 
-// Room for `size` bytes of index rows on a device, once, before others of these are called. UNSUPPORTED if none has a kernel for
-// it, MEMORY if there is no room.
+#define KVF_INDEX_SCORES 1048576  // results of one call, at most
+
+// Room for `size` bytes of index rows on the device, once, before others of these are called. UNSUPPORTED if it has no kernel
+// for it, MEMORY if there is no room.
 enum kvf_status kvf_index_open (kvf_engine * engine, int64_t size, int64_t * device_bytes);
-// Copy the index rows at these addresses there, one behind the other.
+// Copy the index rows at these addresses there, one behind the other: beside the steps, and on any thread.
 enum kvf_status kvf_index_put  (kvf_engine * engine, int64_t offset, int32_t n, const uint64_t * row, int64_t size);
-// As kvf_index_score, from the n index rows at `offset`, and at most query_rows/n_seq queries of each head.
+// As kvf_index_score, from the n index rows at `offset`, a multiple of 16, for the captured queries in these rows, 64 at most.
+// `out` is there when a transfer that begins behind the compute, such as kvf_query_read, is done.
 enum kvf_status kvf_index_score_there(kvf_engine * engine, int32_t n_units, const kvf_head * units, int32_t n_heads,
-                                      const kvf_head * heads, int32_t n, int64_t offset, int32_t rows, const float * queries,
+                                      const kvf_head * heads, int32_t n, int64_t offset, int32_t rows, const int32_t * row,
                                       float * out);
 
 // The CPU. A portable build has a backend for each kind of CPU, and loads one of them.

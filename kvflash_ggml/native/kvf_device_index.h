@@ -1,4 +1,4 @@
-// The first index rows of each text on a device, beside the steps that it computes.
+// The first index rows of each text on the device that computes the steps, and scores behind them.
 #pragma once
 
 #include "kvf_scores.h"
@@ -6,17 +6,20 @@
 #include "ggml-cpp.h"
 
 #include <cstdint>
-#include <mutex>
+#include <vector>
+
+struct kvf_lane;
 
 struct kvf_device_index {
-    std::mutex              mutex;  // of all of it: each text has a thread that scores
-    ggml_backend_ptr        queue;  // of its own, so that no score waits for a step
+    const kvf_lane *        lane = nullptr;
     decltype(&kvf_scores)   scores = nullptr;
     ggml_context_ptr        ctx;
     ggml_backend_buffer_ptr buffer;
-    ggml_tensor *           rows  = nullptr;  // I8, bytes of index rows
-    ggml_tensor *           asked = nullptr;  // I8, kvf_scores_unit of each KV head, and from `queries` on Q8_0 blocks of each column
-    ggml_tensor *           out   = nullptr;  // F32, of all columns and some chunks
-    int64_t                 queries = 0;
-    ggml_backend_buffer_ptr host;             // page-locked: of what is asked, and behind it of what comes out
+    ggml_tensor *           rows    = nullptr;  // I8, bytes of index rows
+    ggml_tensor *           asked   = nullptr;  // I8, a kvf_scores_unit of each KV head, then a kvf_scores_head of each head
+    ggml_tensor *           queries = nullptr;  // I8, Q8_0 blocks of each column
+    ggml_tensor *           out     = nullptr;  // F32, of all columns and chunks
+    int32_t                 blocks  = 1;        // of a column
+    int64_t                 heads   = 0;        // where these begin
+    std::vector<char>       known;              // what `asked` holds: most tokens ask the same heads
 };

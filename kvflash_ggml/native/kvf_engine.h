@@ -77,6 +77,9 @@ kvf_span kvf_view(kvf_engine & engine, const kvf_plan & plan);
 // Is there such a sequence?
 kvf_status kvf_check_seq(const kvf_engine & engine, int32_t seq);
 
+// Have graphs kept queries?
+kvf_status kvf_check_captured(const kvf_engine & engine);
+
 // Are these heads of their layers, at least one, in order, none twice? n_head says which kind.
 kvf_status kvf_check_heads(const std::vector<kvf_layer> & layers, int32_t n, const kvf_head * heads,
                            int32_t kvf_layer::*n_head);

@@ -68,24 +68,42 @@ float mass_of(const kvf_key_rows & k, const uint8_t * keys, const uint8_t * quer
     return k.scale*most + std::log(sum);
 }
 
+// The queries of each group, one behind the other, in the type that its keys are multiplied with.
+std::vector<std::vector<uint8_t>> encoded(const std::vector<kvf_column_group> & groups, const float * queries) {
+    std::vector<std::vector<uint8_t>> res;
+    for (const auto & g : groups) {
+        const auto &       k = *g.keys;
+        const kvf_encoder  encode(k.type);
+        const auto         size = ggml_row_size(encode.type, k.width);
+        std::vector<float> padded(k.width, 0.0f);
+        auto &             out = res.emplace_back(g.count*size);
+        for (int64_t j = 0; j < g.count; ++j, queries += k.head_k) {
+            std::copy(queries, queries + k.head_k, padded.begin());
+            encode(padded.data(), k.width, out.data() + j*size);
+        }
+    }
+    return res;
+}
+
 kvf_status score(const std::vector<kvf_layer> & layers, const std::vector<kvf_key_rows> & keys, int32_t n_heads,
                  const kvf_head * heads, int32_t n, const uint64_t * record, int32_t rows, const float * queries,
                  float * out, int32_t n_threads) {
-    const auto groups = kvf_group_columns(layers, keys, n_heads, heads, rows, queries);
+    const auto groups = kvf_group_columns(layers, keys, n_heads, heads, rows);
     if (groups.empty()) {
         return kvf_fail(KVF_STATUS_ARGUMENT, "the index lacks the KV head of a query head");
     }
+    const auto    asked     = encoded(groups, queries);
     const int64_t per_chunk = (int64_t) n_heads*rows*KVF_BLOCK;
     n_threads = std::clamp<int64_t>(n*per_chunk*groups.front().keys->width/A_THREAD, 1, n_threads);
     kvf_in_parallel(n, n_threads, [&](int64_t first, int64_t last) {
         for (size_t i = 0; rows == 1 && i < groups.size(); ++i) {
             const auto & g    = groups[i];
             const auto   dot  = kvf_cpu_backend().type_traits(g.keys->type)->vec_dot;
-            const auto   size = g.queries.size()/g.count;
+            const auto   size = asked[i].size()/g.count;
             for (int64_t c = first; c < last; ++c) {
                 for (int64_t j = 0; j < g.count; ++j) {
                     const auto * stored = (const uint8_t *) (uintptr_t) record[c] + g.keys->offset;
-                    out[(g.first + j)*n + c] = mass_of(*g.keys, stored, g.queries.data() + j*size, dot);
+                    out[(g.first + j)*n + c] = mass_of(*g.keys, stored, asked[i].data() + j*size, dot);
                 }
             }
         }
@@ -96,14 +114,15 @@ kvf_status score(const std::vector<kvf_layer> & layers, const std::vector<kvf_ke
         kvf_products all(count*groups.size(), 2*count*per_chunk);
         std::vector<ggml_tensor *> stored, scores, shares;  // [chunk][group]
         for (int64_t i = 0; i < count; ++i) {
-            for (const auto & g : groups) {
+            for (size_t j = 0; j < groups.size(); ++j) {
+                const auto & g    = groups[j];
                 const auto & k    = *g.keys;
                 const auto   type = kvf_encoder(k.type).type;
                 const auto   size = ggml_row_size(type, k.width);
-                auto * asked = all.matrix(type, k.width, g.count, 1, size, g.count*size);
-                asked->data  = const_cast<uint8_t *>(g.queries.data());
+                auto * query = all.matrix(type, k.width, g.count, 1, size, g.count*size);
+                query->data  = const_cast<uint8_t *>(asked[j].data());
                 stored.push_back(all.matrix(k.type, k.width, KVF_BLOCK, 1, k.stride, KVF_BLOCK*k.stride));
-                scores.push_back(all.multiply(stored.back(), asked));
+                scores.push_back(all.multiply(stored.back(), query));
                 shares.push_back(all.soft_max(scores.back(), k.scale));
             }
         }
@@ -152,9 +171,8 @@ std::vector<kvf_key_rows> kvf_rows_of_index(const std::vector<kvf_layer> & layer
 }
 
 std::vector<kvf_column_group> kvf_group_columns(const std::vector<kvf_layer> & layers, const std::vector<kvf_key_rows> & keys,
-                                                int32_t n_heads, const kvf_head * heads, int32_t rows, const float * queries) {
+                                                int32_t n_heads, const kvf_head * heads, int32_t rows) {
     std::vector<kvf_column_group> res;
-    std::vector<float>            padded;
     auto                          next = keys.begin();
     for (int32_t i = 0; i < n_heads; ++i) {
         const auto unit = unit_of(layers[heads[i].layer], heads[i]);
@@ -165,18 +183,9 @@ std::vector<kvf_column_group> kvf_group_columns(const std::vector<kvf_layer> & l
             return {};
         }
         if (res.empty() || res.back().keys != &*next) {
-            res.push_back({ &*next, (int64_t) i*rows, 0, {} });
+            res.push_back({ &*next, (int64_t) i*rows, 0 });
         }
-        auto &            group = res.back();
-        const kvf_encoder encode(next->type);
-        const auto        size = ggml_row_size(encode.type, next->width);
-        group.queries.resize((group.count + rows)*size);
-        padded.assign(next->width, 0.0f);
-        for (int32_t r = 0; r < rows; ++r) {
-            std::copy(queries, queries + next->head_k, padded.begin());
-            encode(padded.data(), next->width, group.queries.data() + group.count++*size);
-            queries += next->head_k;
-        }
+        res.back().count += rows;
     }
     return res;
 }

@@ -21,12 +21,11 @@ struct kvf_key_rows {
     size_t    stride;
 };
 
-// The queries of all query heads that read one KV head: columns [first, first + count) of the result.
+// All query heads that read one KV head, one behind the other: columns [first, first + count) of the result.
 struct kvf_column_group {
     const kvf_key_rows * keys;
     int64_t              first;
     int64_t              count;
-    std::vector<uint8_t> queries;
 };
 
 // Can these heads ask for n chunks, with so many queries each, of an index of these units?
@@ -37,5 +36,4 @@ std::vector<kvf_key_rows> kvf_rows_of_index(const std::vector<kvf_layer> & layer
 
 // Empty if the keys of a head are not among `keys`.
 std::vector<kvf_column_group> kvf_group_columns(const std::vector<kvf_layer> & layers, const std::vector<kvf_key_rows> & keys,
-                                                int32_t n_heads, const kvf_head * heads, int32_t rows,
-                                                const float * queries);
+                                                int32_t n_heads, const kvf_head * heads, int32_t rows);

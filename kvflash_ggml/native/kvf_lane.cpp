@@ -186,11 +186,12 @@ const kvf_lane * kvf_lane_beside(const kvf_engine & engine, const ggml_tensor * 
     return found == engine.lanes.end() ? nullptr : &*found;
 }
 
-void kvf_lane_get(const kvf_lane & lane, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
+void kvf_lane_get(const kvf_lane & lane, const ggml_tensor * tensor, void * data, size_t offset, size_t size, size_t n,
+                  size_t apart) {
     if (lane.copy) {
-        ggml_backend_tensor_get_async(lane.copy.get(), tensor, data, offset, size);
+        ggml_backend_tensor_get_2d_async(lane.copy.get(), tensor, data, offset, size, n, apart, apart);
     } else {
-        ggml_backend_tensor_get(tensor, data, offset, size);
+        ggml_backend_tensor_get_2d(tensor, data, offset, size, n, apart, apart);
     }
 }
 

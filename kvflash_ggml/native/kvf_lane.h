@@ -58,8 +58,9 @@ ggml_backend_t kvf_compute_of(const kvf_engine & engine, const ggml_tensor * ten
 void           kvf_lane_follow(kvf_engine & engine, const kvf_lane & lane);  // what moves next comes after the compute so far
 const kvf_lane * kvf_lane_beside(const kvf_engine & engine, const ggml_tensor * tensor);  // that copies it beside the compute, or null
 
-// Bytes between host and device, on a lane's own device.
-void kvf_lane_get(const kvf_lane & lane, const ggml_tensor * tensor, void * data, size_t offset, size_t size);
+// Bytes between host and device, on a lane's own device. n: so many pieces, `apart` bytes one from the next in both.
+void kvf_lane_get(const kvf_lane & lane, const ggml_tensor * tensor, void * data, size_t offset, size_t size, size_t n = 1,
+                  size_t apart = 0);
 void kvf_lane_set(const kvf_lane & lane, ggml_tensor * tensor, const void * data, size_t offset, size_t size);
 
 // kvf_staging.cpp. n <= KVF_STAGED_PAGES pages; `block` is read until the transfer is done.

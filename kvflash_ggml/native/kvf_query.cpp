@@ -126,27 +126,35 @@ void make_rings(kvf_pool & pool) {
     }
 }
 
-// Those side by side move together; where most are wanted, one copy of all layers takes the others along.
+// Those side by side move together, of layers alike with one copy; where most are wanted, one copy takes the others along.
 void read_rows(const kvf_engine & engine, const kvf_ring & ring, const kvf_lane & lane, int32_t n, const int32_t * row,
                char * out) {
-    auto * const end = out + ggml_nbytes(ring.all);
     if (2*n > engine.info.query_rows) {
-        kvf_lane_get(lane, ring.all, out, 0, end - out);
+        kvf_lane_get(lane, ring.all, out, 0, ggml_nbytes(ring.all));
         return;
     }
-    for (size_t i = ring.first_layer; out < end; ++i) {
-        const auto * rows = engine.pool.queries.at(engine.layers[i].il).rows;
+    const auto rows_of = [&](size_t i) { return engine.pool.queries.at(engine.layers[i].il).rows; };
+    const auto end     = ggml_nbytes(ring.all);
+    size_t     offset  = 0;
+    for (size_t i = ring.first_layer, alike = 1; offset < end; i += alike, alike = 1) {
+        const auto * rows = rows_of(i);
+        while (offset + alike*ggml_nbytes(rows) < end && rows_of(i + alike)->ne[0] == rows->ne[0]) {
+            ++alike;
+        }
         for (int32_t j = 0, count = 1; j < n; j += count, count = 1) {
             while (j + count < n && row[j + count] == row[j] + count) {
                 ++count;
             }
-            kvf_lane_get(lane, rows, out + row[j]*rows->nb[1], row[j]*rows->nb[1], count*rows->nb[1]);
+            const auto at = offset + row[j]*rows->nb[1];
+            kvf_lane_get(lane, ring.all, out + at, at, count*rows->nb[1], alike, ggml_nbytes(rows));
         }
-        out += ggml_nbytes(rows);
+        offset += alike*ggml_nbytes(rows);
     }
 }
 
-kvf_status check_captured(const kvf_engine & engine) {
+}  // namespace
+
+kvf_status kvf_check_captured(const kvf_engine & engine) {
     const auto & queries = engine.pool.queries;
     if (queries.empty() || std::any_of(queries.begin(), queries.end(), [](const auto & q) { return q.second.scale == 0.0f; })) {
         return kvf_fail(KVF_STATUS_ARGUMENT, "no queries are kept: the pool was made with %d rows for them",
@@ -154,8 +162,6 @@ kvf_status check_captured(const kvf_engine & engine) {
     }
     return KVF_STATUS_SUCCESS;
 }
-
-}  // namespace
 
 void kvf_capture_query(kvf_pool & pool, llm_graph_result & res, ggml_context * ctx, ggml_cgraph * gf,
                        ggml_tensor * q_cur, float kq_scale, int il) {
@@ -186,7 +192,7 @@ void kvf_capture_query(kvf_pool & pool, llm_graph_result & res, ggml_context * c
 }
 
 kvf_status kvf_query_read(kvf_engine * engine, int32_t n, const int32_t * row, float * out, uint64_t * ticket) {
-    if (const auto status = check_captured(*engine)) {
+    if (const auto status = kvf_check_captured(*engine)) {
         return status;
     }
     for (int32_t i = 0; i < n; ++i) {
@@ -207,7 +213,7 @@ kvf_status kvf_query_read(kvf_engine * engine, int32_t n, const int32_t * row, f
 }
 
 kvf_status kvf_query_write(kvf_engine * engine, const float * rows) {
-    if (const auto status = check_captured(*engine)) {
+    if (const auto status = kvf_check_captured(*engine)) {
         return status;
     }
     kvf_synchronize(engine);

@@ -1,6 +1,5 @@
 // Attention masses from an index on the device. A block of 64 threads has the keys of a chunk in one KV head, a thread one of
-// them, and multiplies it with up to eight queries. So the index is read once: 144 MiB in 0.11 ms on an H200. A step that runs
-// beside it takes 0.4 ms longer there, with 4,096 tokens as with 8,192, and it is not known why.
+// them, and multiplies it with up to eight queries. So the index is read once: 144 MiB in 0.11 ms on an H200.
 
 #include "kvf_scores.h"
 
@@ -11,6 +10,7 @@
 static constexpr int KEYS = 64;
 static constexpr int COLS = 8;
 static constexpr int INTS = QK8_0/4; // of a block
+static_assert(QK8_0 == WARP_SIZE, "a warp rounds a block");
 
 // Blocks are of 18 or 34 bytes: nothing of them is aligned to more than two.
 static __device__ __forceinline__ int four_bytes(const uint8_t * p) {
@@ -18,9 +18,23 @@ static __device__ __forceinline__ int four_bytes(const uint8_t * p) {
     return q[0] | (int) q[1] << 16;
 }
 
+// Rounds queries as the host does: a warp a block.
+static __global__ void encode(const kvf_scores_head * heads, const kvf_scores_rows rows, block_q8_0 * queries, const int blocks) {
+    const kvf_scores_head h = heads[blockIdx.x/rows.n];
+    const int   i    = QK8_0*blockIdx.y + threadIdx.x;
+    const float x    = i < h.values ? h.queries[rows.row[blockIdx.x%rows.n]*h.apart + i] : 0.0f;
+    const float most = warp_reduce_max(fabsf(x));
+    const float d    = most/127;
+    block_q8_0 & to  = queries[(int64_t) blockIdx.x*blocks + blockIdx.y];
+    to.qs[threadIdx.x] = (int8_t) rintf(most > 0.0f ? x*(127/most) : 0.0f);
+    if (threadIdx.x == 0) {
+        to.d = __float2half(d);
+    }
+}
+
 static __global__ void __launch_bounds__(KEYS) scores(
-        const uint8_t * rows, const int64_t row_size, const int n, const kvf_scores_unit * units, const uint8_t * queries,
-        const int64_t query_size, float * out) {
+        const uint8_t * rows, const int64_t row_size, const int n, const kvf_scores_unit * units, const block_q8_0 * queries,
+        const int query_blocks, float * out) {
     extern __shared__ uint4 shared[];
     const kvf_scores_unit u = units[blockIdx.y];
     const int first = COLS*blockIdx.z, blocks = u.blocks, tid = threadIdx.x;
@@ -43,7 +57,7 @@ static __global__ void __launch_bounds__(KEYS) scores(
         int sum = 0;
         float scale = 0.0f;
         if (col < count) {
-            const block_q8_0 * q = (const block_q8_0 *) (queries + (u.first + first + col)*query_size) + i%blocks;
+            const block_q8_0 * q = queries + (int64_t) (u.first + first + col)*query_blocks + i%blocks;
             scale = __half2float(q->d);
 #pragma unroll
             for (int j = 0; j < INTS; ++j) {
@@ -108,13 +122,15 @@ static __global__ void __launch_bounds__(KEYS) scores(
     }
 }
 
-void kvf_scores(ggml_backend_t backend, const void * rows, int64_t row_size, int32_t n, const kvf_scores_unit * units,
-                int32_t n_units, int32_t most, const void * queries, int64_t query_size, float * out) {
+void kvf_scores(ggml_backend_t backend, const void * index, int64_t row_size, int32_t n, const kvf_scores_unit * units,
+                int32_t n_units, int32_t most, const kvf_scores_head * heads, int32_t n_heads, const kvf_scores_rows & rows,
+                void * queries, int32_t blocks, float * out) {
     auto & ctx = *(ggml_backend_cuda_context *) backend->context;
-    ggml_cuda_set_device(ctx.device); // the caller's thread may never have had one
-    const int    blocks = query_size/sizeof(block_q8_0);
+    ggml_cuda_set_device(ctx.device);
     const size_t shared = blocks*(KEYS*sizeof(block_q4_0) + COLS*(INTS*sizeof(int) + 2*sizeof(float)));
     const dim3   grid(n, n_units, (most + COLS - 1)/COLS);
-    scores<<<grid, KEYS, shared, ctx.stream()>>>((const uint8_t *) rows, row_size, n, units, (const uint8_t *) queries, query_size, out);
+    auto *       asked = (block_q8_0 *) queries;
+    encode<<<dim3(n_heads*rows.n, blocks), WARP_SIZE, 0, ctx.stream()>>>(heads, rows, asked, blocks);
+    scores<<<grid, KEYS, shared, ctx.stream()>>>((const uint8_t *) index, row_size, n, units, asked, blocks, out);
     CUDA_CHECK(cudaGetLastError());
 }

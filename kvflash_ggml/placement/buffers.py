@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..config import KVFlashConfig
     from ..native.sizes import LayerSizes
-    from .sizes import Device
 
 INDEX_BLOCK, INDEX_BLOCK_BYTES = 32, 18
 """Values of a block of Q4_0, and its bytes."""
@@ -31,17 +30,15 @@ def buffer_row(shapes: Collection[tuple[int, int]], n_ubatch: int, *, overlaps: 
     return (2 if overlaps else 1) * sum(map(sum, shapes)) + MASK * n_ubatch
 
 
-def index_bytes(layers: Iterable[LayerSizes], weights: int, tokens: int, config: KVFlashConfig, device: Device) -> int:
-    """Return the bytes that the index of all sequences takes of the device that scores by it, at most.
-
-    weights: bytes of the model, at two a multiplication. tokens: of a context. The kernel for it is CUDA's, so the
-    device is a GPU that computes beside the host.
+def index_bytes(layers: Iterable[LayerSizes], tokens: int, config: KVFlashConfig, name: str) -> int:
+    """Return the bytes that the index of each sequence takes of the device of this name, which holds all layers, at
+    most. tokens: of a context. The kernel for it is CUDA's.
     """
-    if device.kind != "gpu" or not device.overlaps:
+    if not name.startswith("CUDA"):
         return 0
     token = sum(
         layer.heads_kv * -(-layer.query // (F32 * layer.heads) // INDEX_BLOCK) * INDEX_BLOCK_BYTES
         for layer in layers
         if layer.heads
     )
-    return min(config.index_limit(weights / F16), tokens * token) * config.sequences
+    return min(config.index_limit, tokens * token)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from llama_cpp._internals import LlamaModel
 
     from ..native.info import DeviceInfo
-    from ..native.sizes import Needs
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -88,14 +87,16 @@ def fit(
     params: llama_context_params,
     *,
     query_rows: int = 0,
+    indexed: bool = False,
     reserved: int = 0,
     mapped: bool = False,
     before: Mapping[str, int] | None = None,
 ) -> PoolSize:
     """Return the pool for a model, and the parameters of its context. UnsupportedModelError if it can have none.
 
-    query_rows: captured queries. reserved: bytes of the first device that something else will take. mapped: weights on
-    the host are pages of their file. before: bytes that were free before the model was loaded, by device.
+    query_rows: captured queries. indexed: the policy has an index. reserved: bytes of the first device that something
+    else will take. mapped: weights on the host are pages of their file. before: bytes that were free before the model
+    was loaded, by device.
     """
     n_ctx = params.n_ctx or model.n_ctx_train()
     slot_bytes = slot_size(model, params)
@@ -104,7 +105,9 @@ def fit(
     least, most = bounds(config, n_ctx)
     if least == most:
         return resolve(config, n_ctx=n_ctx, slot_bytes=slot_bytes, lanes=())
-    there = _survey(config, address(model.model), params, (least, most), query_rows, reserved, mapped, before or {})
+    there = _survey(
+        config, address(model.model), params, (least, most), query_rows, indexed, reserved, mapped, before or {}
+    )
     size = resolve(config, n_ctx=n_ctx, slot_bytes=slot_bytes, lanes=there.lanes)
     why = size.why + "".join(f", {x / 2**20:,.0f} MiB of {name} went" for name, x in there.lost.items())
     uneven = are_uneven(there.lanes, there.spare, least, most)
@@ -141,6 +144,7 @@ def _survey(
     params: llama_context_params,
     pools: tuple[int, int],
     query_rows: int,
+    indexed: bool,
     reserved: int,
     mapped: bool,
     before: Mapping[str, int],
@@ -149,8 +153,7 @@ def _survey(
 
     small, large = (measure.measure(model, params, cells=pool, query_rows=query_rows) for pool in pools)
     devices = memory.of_model(model)
-    res, indexed = _Survey(), query_rows == 0
-    weights = sum(need.weights for need in small.devices)
+    res = _Survey()
     for i, (device, least, most) in enumerate(zip(devices, small.devices, large.devices, strict=True)):
         ours = least.weights if device.kind != "host" or not mapped else 0
         res.unloaded[device.name] = device.free + ours
@@ -166,10 +169,12 @@ def _survey(
             free = (free - (least.weights if mapped else 0) - margin) // HALF
         else:
             free -= margin + STAGED_PAGES * CHUNK * pages // (pools[1] - pools[0])
-            index = 0 if indexed else index_bytes(small.layers, weights, params.n_ctx, config, device)
-            free, indexed = free - index, indexed or index > 0  # one device has all of it
         sizes = [need.kv + need.compute + need.queries for need in (least, most)]
         res.lanes.append(Lane(name=device.name, free=free, margin=margin, small=sizes[0], large=sizes[1]))
+    if indexed and len(res.lanes) == 1:
+        (lane,) = res.lanes
+        index = config.sequences * index_bytes(small.layers, params.n_ctx, config, lane.name)
+        res.lanes = [replace(lane, free=lane.free - index)]
     return res
 
 
@@ -228,12 +233,13 @@ def resolve(config: KVFlashConfig, *, n_ctx: int, slot_bytes: int, lanes: Sequen
 
 
 def sequences_for(
-    config: KVFlashConfig, model: LlamaModel, params: llama_context_params, slots: int, *, query_rows: int = 0
-) -> tuple[int, str]:
+    config: KVFlashConfig, model: LlamaModel, params: llama_context_params, slots: int, *, query_rows: int = 0,
+    indexed: bool = False,
+) -> tuple[int, str]:  # fmt: skip
     """Return how many sequences `parallel="auto"` means, and why there is only one; else the reason is empty.
 
     params: of one sequence. slots: the pool, with contexts as long as it
-    takes to fill it. query_rows: captured queries of a sequence.
+    takes to fill it. query_rows: captured queries of a sequence. indexed: the policy has an index.
     """
     if why := config.serves_one or ("deterministic=True" if config.deterministic else ""):
         return 1, f"{why} serves one"
@@ -242,17 +248,21 @@ def sequences_for(
     at, slot, n_ctx = address(model.model), slot_size(model, params), round_up(params.n_ctx, POOL_STEP)
     devices = memory.of_model(at)
 
-    def measured(count: int) -> tuple[Sequence[Needs], int]:
-        """Return what a context takes, by device, and the bytes that are not in slots."""
+    def measured(count: int) -> tuple[Sequence[int], int]:
+        """Return what a context takes beside weights, by device, and the bytes that are not in slots."""
         several, cells = copied(params, n_seq_max=count, kv_unified=True), min(slots, count * n_ctx)
-        needs = measure.measure(at, several, cells=cells, query_rows=count * query_rows).devices
-        return needs, sum(need.kv for need in needs) - cells * slot
+        found = measure.measure(at, several, cells=cells, query_rows=count * query_rows)
+        takes = [need.kv + need.compute + need.queries for need in found.devices]
+        holding = [i for i, need in enumerate(found.devices) if need.kv]
+        if indexed and len(holding) == 1:
+            takes[holding[0]] += count * index_bytes(found.layers, n_ctx, config, devices[holding[0]].name)
+        return takes, sum(need.kv for need in found.devices) - cells * slot
 
     alone = measured(1)[1]
     count, why = sequences(config, slots, rows=params.n_ubatch), "the pool has no room for another one"
     while count > 1:
         try:
-            needs, states = measured(count)
+            takes, states = measured(count)
         except UnsupportedModelError as err:
             count, why = count - 1, str(err)
             continue
@@ -260,8 +270,8 @@ def sequences_for(
         much = count > LEAST_SEQUENCES and count * state * STATE_SHARE > slots * slot
         full = [
             device.name
-            for device, need in zip(devices, needs, strict=True)
-            if need.kv + need.compute + need.queries + memory.margin(device, Fit()) > device.free
+            for device, taken in zip(devices, takes, strict=True)
+            if taken + memory.margin(device, Fit()) > device.free
         ]
         if not much and not full:
             return count, ""

@@ -199,13 +199,25 @@ class Exact(Protocol):
 
 
 @runtime_checkable
+class Indexed(Protocol):
+    """A scorer that asks `Keys.score_index` for the scores of a text. A device can have a copy of its rows, and is as
+    fast for all chunks as for one: `Costed.work` then counts only what the host does.
+    """
+
+    @property
+    def units(self) -> Pairs:
+        """The KV heads that are indexed. They change with `Selective.use` alone."""
+        ...
+
+
+@runtime_checkable
 class Costed(Protocol):
     """A scorer that knows what a score costs. Without this the chunks are scored at every 16th token of an answer."""
 
     def work(self, n_chunks: int) -> float:
         """Return the multiplications of a score of `n_chunks` chunks by the newest token, or what takes as long.
 
-        Called from any thread.
+        For a scorer that is `Indexed`, of so many that the host scores. Called from any thread.
         """
         ...
 

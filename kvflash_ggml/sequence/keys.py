@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,20 +15,10 @@ from ..host.store import HostStore
 from ..policy.base import KeyShape, Pairs, Rows, ScoreRequest
 from ..policy.heads import every_head, queries_of
 from ..state.statistics import Row
+from .device_index import Ahead, DeviceIndex, Room, no_room
 
 if TYPE_CHECKING:
     from ..native.engine import PagedEngine
-
-
-class Room(NamedTuple):
-    """Bytes on a device."""
-
-    offset: int
-    size: int
-
-
-def no_room() -> Room:
-    return Room(0, 0)
 
 
 IDLE_THREADS = 16
@@ -49,8 +39,8 @@ def most_threads(*, idle: bool) -> int:
 class HostKeys:
     """The keys of sealed chunks, read from the page images. Implements `policy.base.Keys`.
 
-    room: returns where on the device index rows of the text go, and the bytes that there are for them. alone: no other
-    text decodes now. Only then does the device score: a launch for each of several texts would take as long as a step.
+    room: returns where on the device index rows of the text go, and the bytes that there are for them. ahead: what a
+    device has computed for the score of now.
     """
 
     def __init__(
@@ -62,10 +52,8 @@ class HostKeys:
         self.shapes: Sequence[KeyShape] = key_shapes(engine)
         # rows of the newest score and their addresses: one tuple, so that an interrupt cannot separate them
         self._cached: tuple[list[Row], npt.NDArray[np.uint64]] = [], np.empty(0, np.uint64)
-        self._room = room
-        self.alone = True
-        self._row_bytes = 0  # of an index row, as far as there was one
-        self._sent = 0  # of the cached rows, that are on the device
+        self.device = DeviceIndex(engine, room)
+        self.ahead: Ahead | None = None
 
     def read(self, chunk: int) -> list[Floats]:
         return self._engine.keys(np.frombuffer(self._store.bytes_of(chunk), np.uint8))
@@ -81,36 +69,24 @@ class HostKeys:
 
     def index(self, chunk: int, units: Pairs) -> Row:
         out = np.empty(self.index_size(units), np.uint8)
-        self._row_bytes = out.nbytes
         with self._store.lease([chunk]) as (image,):
             self._engine.wait(self._store.ticket(chunk))
             self._engine.build_index(units, image, out)
         return out
 
     def score_index(self, units: Pairs, rows: Rows, heads: Pairs, request: ScoreRequest) -> Floats:
-        asked = request.rows, queries_of(heads, request, self.shapes)
-        addresses, parts = self._addresses_of(rows), []
-        self._row_bytes = rows[0].nbytes
-        count = len(rows) - self.on_host(len(rows))
-        if count:
-            self._send(count)
-            parts.append(self._engine.score_device_index(units, heads, self._room().offset, count, *asked))
-        if count < len(rows):
-            parts.append(self._engine.score_index(units, heads, addresses[count:], *asked, self._threads))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+        if len(rows) < request.n_chunks:
+            return self._on_host(units, _addresses(rows), heads, request)
+        addresses = self._addresses_of(rows)
+        there = self.device.take(self.ahead, units, heads, request.rows)
+        count = there.shape[1]
+        here = self._on_host(units, addresses[count:], heads, request) if count < len(rows) else there[:, count:]
+        self.device.send(addresses, rows[0].nbytes, units, heads)
+        return np.concatenate([there, here], axis=1)
 
-    def on_host(self, n_chunks: int) -> int:
-        """Return how many of the first `n_chunks` chunks the host scores: those that the device has no room for."""
-        if not self.alone or not self._row_bytes:
-            return n_chunks
-        return max(0, n_chunks - self._room().size // self._row_bytes)
-
-    def _send(self, count: int) -> None:
-        """Copy those of the first `count` cached rows to the device that it does not have."""
-        if self._sent < count:
-            offset = self._room().offset + self._sent * self._row_bytes
-            self._engine.put_index(offset, self._cached[1][self._sent : count], self._row_bytes)
-            self._sent = count
+    def _on_host(self, units: Pairs, addresses: npt.NDArray[np.uint64], heads: Pairs, request: ScoreRequest) -> Floats:
+        queries = queries_of(heads, request, self.shapes)
+        return self._engine.score_index(units, heads, addresses, request.rows, queries, self._threads)
 
     def _addresses_of(self, rows: Rows) -> npt.NDArray[np.uint64]:
         """Return the addresses of rows. Most are known: asking all of them takes milliseconds, and the next token would
@@ -118,16 +94,16 @@ class HostKeys:
         """
         known, addresses = self._cached
         if len(rows) < len(known) or not all(map(is_, rows, known)):
-            known, self._sent = [], 0
-        new = [row.__array_interface__["data"][0] for row in rows[len(known) :]]
-        addresses = np.concatenate([addresses[: len(known)], np.array(new, np.uint64)])
+            known = []
+            self.device.renew()
+        addresses = np.concatenate([addresses[: len(known)], _addresses(rows[len(known) :])])
         self._cached = list(rows), addresses
         return addresses
 
     def truncate(self, n_chunks: int) -> None:
         """Release the rows from `n_chunks` on, which the last score used."""
         rows, addresses = self._cached
-        self._sent = min(self._sent, n_chunks)
+        self.device.truncate(n_chunks)
         self._cached = rows[:n_chunks], addresses[:n_chunks]
 
     def score_keys(self, chunks: Sequence[int], request: ScoreRequest, heads: Pairs | None = None) -> Floats:
@@ -139,3 +115,7 @@ class HostKeys:
                 chunks = chunks[len(images) :]
                 parts.append(self._engine.score_keys(heads, images, request.rows, queries, self._threads))
         return np.concatenate(parts, axis=1)
+
+
+def _addresses(rows: Rows) -> npt.NDArray[np.uint64]:
+    return np.array([row.__array_interface__["data"][0] for row in rows], np.uint64)

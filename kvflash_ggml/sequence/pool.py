@@ -19,8 +19,8 @@ from ..pool.masks import AlibiMask, AlibiStageMask, MaskRows, SlotMask, StageMas
 from ..pool.page_table import BlockAllocator, PageTable
 from ..pool.shares import Claim, dealt, sizes
 from .copies import DeviceStates
+from .device_index import Room
 from .draft_rows import DraftRows
-from .keys import Room
 from .step import NO_LOGITS, Logits
 
 if TYPE_CHECKING:

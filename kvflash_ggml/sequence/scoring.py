@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from threading import Event
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,11 +22,23 @@ from ..arrays import Floats, Int32s
 from ..constants import CHUNK, DEVICE_STEP
 from ..errors import HostMemoryError
 from ..native.streamed import NO_MASSES, MassRequest
-from ..policy.base import Costed, Lasting, Masses, Pairs, ReadsAlong, Resumable, Scorer, ScoreRequest, Selective
+from ..policy.base import (
+    Costed,
+    Indexed,
+    Lasting,
+    Masses,
+    Pairs,
+    ReadsAlong,
+    Resumable,
+    Scorer,
+    ScoreRequest,
+    Selective,
+)
 from ..pool.residency import Chunks, Ranking, few_moves
 from ..state.statistics import Replay, Statistics
 from ..threads import Worker, done
-from .keys import HostKeys, Room, most_threads, no_room
+from .device_index import Ahead, Room, There, no_room
+from .keys import HostKeys, most_threads
 from .query_ring import QueryCopy, QueryRing
 from .scores import AttentionScores, check_scores
 from .selection import USUAL, Selection
@@ -94,6 +107,13 @@ MAX_FOUND = 8
 """Replays that are kept of a text."""
 
 
+class Look(NamedTuple):
+    """The scores of one request, and the index rows that a device has since."""
+
+    scores: Floats | None
+    there: There | None = None
+
+
 def most_moves(blocks: int) -> int:
     """Return how many chunks of a pool of `blocks` may move before tau."""
     return max(MIN_MOVES, int(MOVED_SHARE * blocks))
@@ -121,6 +141,7 @@ class Scoring:
         # Devices that work on several steps at once must not be waited for: scores are used so many steps later, which
         # the placement alone decides, so that equal ones give equal answers.
         self._behind = max(1, sum(device.overlaps for device in info.devices)) if beside else 0
+        self._idle = free  # the host, beside a step
         self.scorer = scorer
         self._lasting = scorer if isinstance(scorer, Lasting) else None  # once: this check is slow
         self._together = together
@@ -139,31 +160,37 @@ class Scoring:
         self._engine = engine
         self._store = store
         self._ring = ring
-        self._values: Floats = np.empty(0, np.float32)
+        # what grows with the text: attention scores of a streamed step, and what a device computes for a request
+        self._rooms: list[Floats] = [np.empty(0, np.float32)] * (self._behind + 3)
         self.masses = AttentionScores(engine, scorer, ring, self._masses_room)
         self._worker = Worker("kvflash-score") if beside else None
         self._addresses: list[int] = []
         self._buffers: list[Floats] = []
         self._keys = HostKeys(engine, store, threads=threads, room=room)
-        self.pending: deque[Future[Floats | None]] = deque()
+        self.pending: deque[Future[Look]] = deque()
         self._begin = Event()  # once it is set, the newest score runs
         self._failed: Exception | None = None
         self._later: list[tuple[int, PageImage]] | None = None
         try:
             self._buffers += [self._buffer(ring.ring_size) for _ in range(self._behind + 2)]
             scorer.open(self._keys, n_chunks)
+            self._measure_rows()
             self._pace(0)
         except BaseException:
             self._free()
             raise
 
+    def _measure_rows(self) -> None:
+        """Note the size of the scorer's index rows, which depends on its heads."""
+        if isinstance(self.scorer, Indexed):
+            self._keys.device.row_bytes = self._engine.index_size(self.scorer.units)
+
     def _pace(self, n_chunks: int) -> None:
         """Choose the tokens between two scores of a text with `n_chunks` sealed chunks, by what a score costs."""
         self._n_chunks, self._texts = n_chunks, self._together()
-        self._keys.alone = self._texts == 1  # whatever tau is
         if self._costed is None:
             return
-        work, step = self._costed.work(self._keys.on_host(n_chunks)), WORK_SHARE * self._step_work
+        work, step = self._costed.work(self._keys.device.on_host(n_chunks)), WORK_SHARE * self._step_work
         if self._worker is not None:
             work *= self._engine.info.n_seq if self.clock is None else self._texts
             step = (self._step_work + DEVICE_STEP) / DEVICE_RATE
@@ -218,6 +245,7 @@ class Scoring:
         """Forget tokens from `length` on."""
         self.restart()
         self.replays.truncate(length)
+        self._keys.device.cut(length // CHUNK)
         self._run(self._keys.truncate, length // CHUNK)
         self._run(self.scorer.truncate, length // CHUNK)
         self._pace(length // CHUNK)
@@ -236,7 +264,9 @@ class Scoring:
         dropped.
         """
         self.replays.load(())
+        self._begin.set()
         self._run(self._use, heads).result()  # what a score costs depends on them
+        self._measure_rows()
         self._pace(self._n_chunks)
 
     def _use(self, heads: Pairs) -> None:
@@ -270,12 +300,14 @@ class Scoring:
         """
         self.passes += 1
         count = self._rows(len(tokens), rows, captured)
-        buffer = self._buffers[self.passes % len(self._buffers)]
-        ticket = self._engine.read_queries(buffer, np.sort(self._ring.rows_of(len(tokens), count))) if count else 0
-        copy = buffer, self._ring.order
+        which = self.passes % len(self._buffers)
+        copy, captured_in = (self._buffers[which], self._ring.order), self._ring.rows_of(len(tokens), count)
         later, masses = self.masses.read(wanted, seen)
-        what = max(ticket, later), copy, tokens.copy(), n_chunks, protected, count, masses
-        begin = self._wait_with(beside) if beside is not None and self._worker is not None else None
+        begin_ahead = self._keys.device.begin
+        ahead = begin_ahead(captured_in, n_chunks, partial(self._room, which)) if masses is None else None
+        ticket = self._engine.read_queries(copy[0], np.sort(captured_in)) if count else 0
+        what = max(ticket, later), copy, tokens.copy(), n_chunks, protected, count, masses, ahead
+        begin = self._wait_with(beside) if beside is not None and self._idle else None
         self.pending.append(self._run(self._score, begin, *what))
 
     def _wait_with(self, beside: list[Event]) -> Event:
@@ -301,7 +333,13 @@ class Scoring:
         self._begin.set()
         scores = None
         while self.pending:
-            scores = self.pending.popleft().result()
+            scores = self._take_oldest()
+        return scores
+
+    def _take_oldest(self) -> Floats | None:
+        scores, there = self.pending.popleft().result()
+        if there is not None:
+            self._keys.device.known = there
         return scores
 
     def take_due(self) -> Floats | None:
@@ -309,10 +347,9 @@ class Scoring:
         self._raise_failure()
         scores, began = None, time.perf_counter()
         while self.is_ready:
-            oldest = self.pending.popleft()
-            if not self.pending:
+            if len(self.pending) == 1:
                 self._begin.set()  # it is the newest, and no step has followed
-            scores = oldest.result()
+            scores = self._take_oldest()
             self.selection.used()
         if self.clock is not None:
             self.clock.waited(time.perf_counter() - began)
@@ -333,7 +370,7 @@ class Scoring:
         self._raise_failure()
         if len(self.pending) <= self._behind:
             return None
-        return self.pending.popleft().result()
+        return self._take_oldest()
 
     def lasting(self, scores: Floats, before: Floats | None) -> Floats:
         """Return the elementwise maximum of `scores` and the decayed `before`.
@@ -367,7 +404,7 @@ class Scoring:
     def state(self, n_chunks: int) -> PolicyState:
         """Return the clock, the pending scores, and the statistics of the first chunks. Waits for the scores."""
         self._begin.set()
-        pending = [future.result() for future in self.pending]
+        pending = [future.result().scores for future in self.pending]
         statistics = done(self._run(self._statistics, n_chunks).result())
         reader = self._run(self.scorer.reader_state).result() if isinstance(self.scorer, ReadsAlong) else None
         self._raise_failure()
@@ -417,7 +454,7 @@ class Scoring:
             self.sealed(range(n_chunks))
         self.selection.load(saved)
         self.replays.load(saved.found if taken or statistics is None else ())  # otherwise other heads found them
-        self.pending.extend(done(scores) for scores in saved.pending)
+        self.pending.extend(done(Look(scores)) for scores in saved.pending)
 
     @property
     def workers(self) -> Sequence[Worker]:
@@ -433,7 +470,7 @@ class Scoring:
 
     def _free(self) -> None:
         self._buffers.clear()
-        self._values = np.empty(0, np.float32)
+        self._rooms.clear()
         while self._addresses:
             self._engine.free(self._addresses.pop())
 
@@ -447,7 +484,8 @@ class Scoring:
         protected: frozenset[int],
         rows: int,
         masses: Masses | None,
-    ) -> Floats | None:
+        ahead: Ahead | None,
+    ) -> Look:
         if begin is not None:
             begin.wait(MOST_HELD)
         self._engine.wait(ticket)
@@ -458,13 +496,14 @@ class Scoring:
         request = ScoreRequest(
             tokens=tokens, n_chunks=n_chunks, rows=rows, queries=queries, protected=protected, masses=masses
         )
+        self._keys.ahead = ahead
         scores = check_scores(self.scorer, self.scorer.score(request), n_chunks, queries, masses)
         taken = time.perf_counter() - began
         self.seconds += taken
         if self.clock is not None:
             self.clock.on_score(taken, self._together())
             self.selection.interval = self.clock.interval
-        return scores
+        return Look(scores, self._keys.device.there)
 
     def _buffer(self, count: int) -> Floats:
         """Return page-locked room for so many floats, so that reading them from a device delays nothing."""
@@ -477,17 +516,21 @@ class Scoring:
         self._addresses.append(address)
         return np.frombuffer(self._engine.view(address, size), np.float32)
 
+    def _room(self, which: int, count: int) -> Floats:
+        """Return page-locked room for so many floats, which are used before others are put there."""
+        if count > len(self._rooms[which]):
+            if len(self._rooms[which]):
+                self._run(self._release, self._rooms[which].ctypes.data)  # behind scores that use it
+            self._rooms[which] = np.empty(0, np.float32)
+            self._rooms[which] = self._buffer(count + count // 4)  # the text grows
+        return self._rooms[which][:count]
+
     def _masses_room(self, count: int) -> Floats:
-        """Return room for so many attention scores, which are used before others are read. Page-locked if it can be."""
-        if count > len(self._values):
-            if len(self._values):
-                self._run(self._release, self._values.ctypes.data)  # behind a score whose prompt was interrupted
-            self._values = np.empty(0, np.float32)
-            try:
-                self._values = self._buffer(count + count // 4)  # the text grows
-            except HostMemoryError:
-                return np.empty(count, np.float32)
-        return self._values[:count]
+        """Return room for so many attention scores: page-locked if it can be."""
+        try:
+            return self._room(-1, count)
+        except HostMemoryError:
+            return np.empty(count, np.float32)
 
     def _release(self, address: int) -> None:
         self._addresses.remove(address)

@@ -39,6 +39,22 @@ def indexed(bare: Callable[..., Bare], tokens: npt.NDArray[np.int32]) -> Callabl
     return make
 
 
+def kept(engine: Any) -> list[Any]:
+    """Put random queries in the rows of an engine, and return them by layer, [rows, n_head, head]."""
+    sizes = [int(np.prod(shape)) for shape in engine.query_shapes]
+    flat = np.random.default_rng(1).standard_normal(sum(sizes)).astype(np.float32)
+    engine.write_queries(flat)
+    parts = np.split(flat, np.cumsum(sizes)[:-1])
+    return [part.reshape(shape) for part, shape in zip(parts, engine.query_shapes, strict=True)]
+
+
+def there(engine: Any, units: Any, heads: Any, offset: int, count: int, rows: Any) -> Any:
+    out = np.empty((len(heads) * len(rows), count), np.float32)
+    engine.score_device_index(units, heads, offset, count, rows, out)
+    engine.wait(engine.read_queries(np.empty(sum(map(np.prod, engine.query_shapes)), np.float32)))
+    return out
+
+
 def addresses(rows: list[Any]) -> Any:
     return np.array([row.ctypes.data for row in rows], np.uint64)
 
@@ -51,35 +67,36 @@ def test_the_device_scores_as_the_host_does(indexed: Any, kind: str) -> None:
     assert engine.open_index(before + 9 * size) >= before + 9 * size
     engine.put_index(before, addresses(index[:2]), size)
     engine.put_index(before + 2 * size, addresses(index[2:]), size)
-    layers = engine.layers
+    layers, flat = engine.layers, kept(engine)
     every = np.array([(i, h) for i, x in enumerate(layers) for h in range(x.n_head)], np.int32)
     for heads in (every, every[::3], every[-1:]):
         read = sorted({(i, h // (layers[i].n_head // layers[i].n_head_kv)) for i, h in heads.tolist()})
         assert len(read) <= len(units)
-        for rows in (1, ROWS):
-            values = sum(rows * layers[i].head_k for i, _ in heads.tolist())
-            queries = np.random.default_rng(rows).standard_normal(values).astype(np.float32)
-            host = engine.score_index(units, heads, addresses(index), rows, queries, 1)
-            there = engine.score_device_index(units, heads, before, len(index), rows, queries)
-            np.testing.assert_allclose(there, host, rtol=1e-5, atol=1e-4)
-            some = engine.score_device_index(units, heads, before + 2 * size, 3, rows, queries)
-            np.testing.assert_array_equal(some, there[:, 2:5])
+        for rows in (np.array([2], np.int32), np.array([3, 0, 1, 2], np.int32)):
+            queries = np.concatenate([flat[i][rows, h].reshape(-1) for i, h in heads.tolist()])
+            host = engine.score_index(units, heads, addresses(index), len(rows), queries, 1)
+            np.testing.assert_allclose(
+                there(engine, units, heads, before, len(index), rows), host, rtol=1e-5, atol=1e-4
+            )
+            some = there(engine, units, heads, before + 2 * size, 3, rows)
+            np.testing.assert_allclose(some, host[:, 2:5], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="no device but the host")
 def test_what_is_not_there_is_refused(indexed: Any) -> None:
     engine, units, index = indexed("dense")
-    size, heads, queries = len(index[0]), units[:1], np.zeros(4096, np.float32)
+    size, heads, newest = len(index[0]), units[:1], np.zeros(1, np.int32)
     with pytest.raises(EngineError):
         engine.put_index(0, addresses(index), size)  # not opened
     engine.open_index(2 * size)
     for offset, count in ((-size, 1), (0, 3), (size, 2), (0, 0), (2**62, 1)):
         with pytest.raises(EngineError):
-            engine.score_device_index(units, heads, offset, count, 1, queries)
+            there(engine, units, heads, offset, count, newest)
         with pytest.raises(EngineError):
             engine.put_index(offset, addresses(index[:count]), size)
-    with pytest.raises(EngineError):
-        engine.score_device_index(units, heads, 0, 1, ROWS + 1, queries)
+    for rows in (np.zeros(ROWS + 1, np.int32), np.array([-1], np.int32), np.array([ROWS], np.int32), newest[:0]):
+        with pytest.raises(EngineError):
+            there(engine, units, heads, 0, 1, rows)
 
 
 @pytest.mark.skipif(ON_GPU, reason="a device may have the kernel")
@@ -88,7 +105,7 @@ def test_a_host_has_no_index_for_a_device(indexed: Any) -> None:
     with pytest.raises(UnsupportedError):
         engine.open_index(1024)
     with pytest.raises(EngineError):
-        engine.score_device_index(units, units[:1], 0, len(index), 1, np.zeros(4096, np.float32))
+        there(engine, units, units[:1], 0, len(index), np.zeros(1, np.int32))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="no device but the host")

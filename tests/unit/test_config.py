@@ -165,19 +165,6 @@ def test_shares_are_elastic_unless_bits_are_promised() -> None:
         KVFlashConfig(pool_share="fair")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("fields", "small", "large"),
-    [
-        ({}, 256 << 20, 0),
-        ({"index": 0}, 0, 0),
-        ({"index": 5}, 5, 5),
-        ({"parallel": 2}, 256 << 20, 0),
-        ({"parallel": 2, "index": 5, "deterministic": True}, 0, 0),
-        ({"index": 5, "deterministic": True}, 5, 5),
-    ],
-)
-def test_models_that_the_host_keeps_up_with_have_no_index_on_a_gpu(
-    fields: dict[str, Any], small: int, large: int
-) -> None:
-    config = KVFlashConfig(**fields)
-    assert (config.index_limit(5e9), config.index_limit(5e9 + 1)) == (small, large)
+@pytest.mark.parametrize(("fields", "limit"), [({}, 256 << 20), ({"index": 0}, 0), ({"index": 5, "parallel": 2}, 5)])
+def test_what_an_index_takes_at_most(fields: dict[str, Any], limit: int) -> None:
+    assert KVFlashConfig(**fields).index_limit == limit
