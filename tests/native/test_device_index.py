@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.harness import CHUNK, KV_TYPES, Bare
+from support import beside
+from support.beside import PROMPT
+from support.harness import CHUNK, KV_TYPES, Bare, same_bits
+from support.index_there import IndexThere
 from support.inside import inside
 from support.rounding import ON_GPU
 
@@ -94,7 +98,7 @@ def test_what_is_not_there_is_refused(indexed: Any) -> None:
             there(engine, units, heads, offset, count, newest)
         with pytest.raises(EngineError):
             engine.put_index(offset, addresses(index[:count]), size)
-    for rows in (np.zeros(ROWS + 1, np.int32), np.array([-1], np.int32), np.array([ROWS], np.int32), newest[:0]):
+    for rows in (np.zeros(65, np.int32), np.array([-1], np.int32), np.array([ROWS], np.int32), newest[:0]):
         with pytest.raises(EngineError):
             there(engine, units, heads, 0, 1, rows)
 
@@ -139,3 +143,62 @@ def test_a_model_scores_there(
         if part == "half":
             assert max(seen) == 32
         llm.close()
+
+
+@pytest.mark.parametrize("part", [1.0, 0.2])
+def test_several_texts_have_the_scores_of_the_host(
+    bare: Callable[..., Bare], tokens: npt.NDArray[np.int32], monkeypatch: pytest.MonkeyPatch, part: float
+) -> None:
+    """All of their index is on the device, or the first chunks of each text."""
+    prompts = [tokens[1000 * i : 1000 * i + PROMPT - 100 * i] for i in range(3)]
+    script = np.stack([tokens[5000 + 100 * i :][:150] for i in range(3)], 1)
+    plain, there = beside.make(bare, 3, tau=4), beside.make(bare, 3, tau=4)
+    want = beside.answers(plain, prompts, len(script), script)
+    device, pool = IndexThere(monkeypatch), there.session.pool
+    pool.make_index(int(part * there.session.scoring.scorer.index_bytes))
+    found = beside.answers(there, prompts, len(script), script)
+    assert all(same_bits(*pair) for pair in zip(chain(*found), chain(*want), strict=True))
+    for mine, its in zip(there.sessions, plain.sessions, strict=True):
+        assert [c.block for c in mine.table.chunks] == [c.block for c in its.table.chunks]
+        assert mine.paging.page_ins == its.paging.page_ins > 0
+    assert len(device.scored) > 3 * 100, "at every token of each text"
+    most = (PROMPT + 150) // CHUNK
+    assert max(device.scored) == most if part == 1 else max(device.scored) < most
+
+
+def test_a_text_that_is_cut_and_restored_has_them_too(
+    llama: Callable[..., Any], tokens: npt.NDArray[np.int32], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = IndexThere(monkeypatch)
+
+    def told(size: int | None) -> list[Any]:
+        """The chunks in the pool, and page-ins, after each of some turns."""
+        llm, seen = llama(n_ctx=4096, kvflash=512, kvflash_policy="qk", kvflash_tau=4, kvflash_index=size), []
+        ids = (tokens % llm.n_vocab()).tolist()
+
+        def answer(first: int) -> None:
+            for token in ids[first : first + 40]:
+                llm.eval([token])
+            table = inside(llm).session.table
+            seen.append(([c.block for c in table.chunks], llm.kvflash.page_ins))
+
+        llm.eval(ids[:2500])
+        answer(2500)
+        state = llm.save_state()
+        answer(4000)
+        llm.n_tokens = 1500  # other chunks follow
+        llm.eval(ids[6000:7000])
+        answer(7000)
+        llm.load_state(state)
+        answer(4000)
+        llm.reset()
+        llm.eval(ids[3000:4500])
+        answer(4500)
+        assert llm.kvflash.page_ins > 0
+        llm.close()
+        return seen
+
+    want = told(0)
+    assert not device.scored
+    assert told(None) == want
+    assert len(device.scored) > 4 * 40

@@ -22,7 +22,9 @@ HEADS = np.zeros((1, 2), np.int32)
 
 
 class Device:
-    """Memory for index rows, whose score is the number that a row begins with; below zero on the host."""
+    """Memory for index rows, whose score is the number that a row begins with, and a hundred for each row of queries;
+    below zero on the host.
+    """
 
     layers = ()
 
@@ -38,7 +40,7 @@ class Device:
 
     def score_device_index(self, units: Any, heads: Any, offset: int, count: int, rows: Any, out: Any) -> None:
         there = self.memory[offset : offset + count * ROW].reshape(count, ROW)
-        out[:] = np.repeat(there[:, :4].copy().view(np.float32).T, len(heads) * len(rows), axis=0)
+        out[:] = np.tile(100 * rows, len(heads))[:, None] + there[:, :4].copy().view(np.float32).T
         self.begun += 1
 
     def score_index(self, units: Any, heads: Any, addresses: Any, rows: int, queries: Any, threads: int) -> Any:
@@ -69,6 +71,7 @@ def scored(keys: HostKeys, rows: list[npt.NDArray[np.uint8]], n_rows: int = 1, h
     """Score a text of so many rows twice, as two tokens would. Return the second scores of the newest query."""
     for _ in range(2):
         found = score(keys, rows, begin(keys, len(rows), n_rows), n_rows, heads)
+        assert np.abs(found[-1]).tolist() == [float(row[:4].view(np.float32)[0]) for row in rows]
     assert found.shape == (len(heads) * n_rows, len(rows))
     return list(found[-1].tolist())
 
@@ -88,6 +91,14 @@ def score(keys: HostKeys, rows: list[npt.NDArray[np.uint8]], ahead: Any, n_rows:
     return found
 
 
+def some(keys: HostKeys, rows: list[npt.NDArray[np.uint8]], n_chunks: int) -> Any:
+    """Score some chunks of a text."""
+    request = ScoreRequest(
+        tokens=np.zeros(1, np.int32), n_chunks=n_chunks, rows=1, queries=np.zeros(2, np.float32), protected=frozenset()
+    )
+    return keys.score_index(HEADS, rows, HEADS, request)[0].tolist()
+
+
 def test_a_row_is_copied_once() -> None:
     device = Device(8 * ROW)
     keys, rows = text(device, Room(0, 8 * ROW)), [row(i) for i in range(1, 6)]
@@ -95,8 +106,9 @@ def test_a_row_is_copied_once() -> None:
     assert (device.copied, device.on_host, device.begun) == (3, 3, 1), "the first score knows of no row there"
     assert scored(keys, rows) == [1, 2, 3, 4, 5]
     assert (device.copied, device.on_host) == (5, 5), "nor does the first of two more chunks"
-    assert scored(keys, rows[:5]) == [1, 2, 3, 4, 5]
-    assert (device.copied, device.on_host) == (5, 5)
+    some(keys, rows[2:], 5)
+    assert scored(keys, rows) == [1, 2, 3, 4, 5]
+    assert (device.copied, device.on_host) == (5, 5 + 3), "some of a text are the host's"
 
 
 def test_the_host_scores_what_has_no_room() -> None:
@@ -119,7 +131,7 @@ def test_other_queries_are_the_hosts() -> None:
     keys, rows = text(device, Room(0, 8 * ROW)), [row(i) for i in range(1, 4)]
     assert scored(keys, rows) == [1, 2, 3]
 
-    assert score(keys, rows, begin(keys, 3, 4), 2).tolist() == [[1, 2, 3]] * 2, "of four queries the two newest"
+    assert score(keys, rows, begin(keys, 3, 4), 2).tolist() == [[201, 202, 203], [301, 302, 303]], "of four the newest"
     assert score(keys, rows, begin(keys, 3, 1), 2).tolist() == [[-1, -2, -3]] * 2, "more queries"
     both = np.array([[0, 0], [0, 1]], np.int32)
     assert score(keys, rows, begin(keys, 3, 1), 1, both).tolist() == [[-1, -2, -3]] * 2, "other heads"
@@ -174,13 +186,9 @@ def test_it_scores_the_rows_of_now(data: st.DataObject) -> None:
                 held[seq] = [row(number + i) for i in range(1, data.draw(st.integers(2, 9)))]
                 number += 10
             case "some" if len(held[seq]) > 1:
-                some = held[seq][data.draw(st.integers(1, len(held[seq]) - 1)) :]
-                request = ScoreRequest(
-                    tokens=np.zeros(1, np.int32), n_chunks=len(held[seq]), rows=1, queries=np.zeros(2, np.float32),
-                    protected=frozenset(),
-                )  # fmt: skip
-                found = texts[seq].score_index(HEADS, some, HEADS, request)[0].tolist()
-                assert found == [-float(r[:4].view(np.float32)[0]) for r in some]
+                few = held[seq][data.draw(st.integers(1, len(held[seq]) - 1)) :]
+                found = some(texts[seq], few, len(held[seq]))
+                assert found == [-float(r[:4].view(np.float32)[0]) for r in few]
         if held[seq]:
             found = scored(texts[seq], held[seq])
             wanted = [float(r[:4].view(np.float32)[0]) for r in held[seq]]
