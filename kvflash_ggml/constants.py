@@ -35,13 +35,3 @@ KV_BLOCKS = {
 
 def round_up(value: int, step: int) -> int:
     return -(-value // step) * step
-
-
-DEVICE_STEP = 5_000_000_000
-"""Multiplications in the time that a device takes for a step of the smallest model: it begins hundreds of kernels."""
-
-INDEX_SCORES = 1 << 20
-"""Scores that a device computes at once by its index, at most: of 24 heads 2.8 million tokens."""
-
-INDEX_ROWS = 64
-"""Queries of each head that it computes them for, at most."""

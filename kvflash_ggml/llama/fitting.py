@@ -377,9 +377,10 @@ def by_memory(sizes: ModelSizes, devices: tuple[Device, ...], layers: int) -> tu
 
 def _index(config: KVFlashConfig, sizes: ModelSizes, devices: tuple[Device, ...], tokens: int) -> Mapping[str, int]:
     """Return what the policy's index takes, by device: of a single one, since it holds all layers or none is made."""
-    several = len(devices) > 2  # with the host
+    if len(devices) > 2:  # with the host
+        return {}
     name = devices[0].name
-    return {} if several else {name: config.sequences * index_bytes(sizes.layers, tokens, config, name)}
+    return {name: config.sequences * index_bytes(sizes.layers, sizes.work, tokens, config, name)}
 
 
 def _slots(config: KVFlashConfig | None, sizes: ModelSizes, types: list[str | None]) -> Any:

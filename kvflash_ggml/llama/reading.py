@@ -123,7 +123,7 @@ def open_index(model: Model, config: KVFlashConfig, sequence: Sequence) -> None:
     from ..placement import memory
 
     scorer, pool = None if sequence.scoring is None else sequence.scoring.scorer, sequence.pool
-    size = min(config.index_limit, scorer.index_bytes) if isinstance(scorer, Indexed) else 0
+    size = min(config.index_limit(pool.engine.info.step_work), scorer.index_bytes) if isinstance(scorer, Indexed) else 0
     if not size:
         return
     name = pool.engine.info.devices[0].name

@@ -49,7 +49,7 @@ typedef struct kvf_info {
     int32_t n_threads;     // that the CPU computes a token with
     int64_t page_bytes;    // one page image: KVF_BLOCK rows of K, then of V, for every layer in order
     int64_t device_bytes;  // K and V of the whole pool, and the staging area of page-ins
-    int64_t step_work;     // multiplications with weights that a step of one token makes
+    int64_t step_work;     // see kvf_model_work
     char    type_k[16];
     char    type_v[16];
 } kvf_info;
@@ -215,6 +215,7 @@ enum kvf_status kvf_model_devices  (const void * model, kvf_device * out, int32_
 int32_t         kvf_model_n_layers (const void * model);
 int32_t         kvf_model_n_weights(const void * model);
 enum kvf_status kvf_model_weights  (const void * model, kvf_weight * out, int32_t n);
+int64_t         kvf_model_work     (const void * model);  // multiplications with weights that a step of one token makes
 
 // What a context of this model would take, with a pool of so many cells (a multiple of 256; 0: stock) that keeps query_rows
 // queries. Nothing of it is made, but for the model's devices themselves. No other call may use the model meanwhile, and no

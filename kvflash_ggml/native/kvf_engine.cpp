@@ -47,23 +47,6 @@ bool computes_on_host(const llama_model & model) {
     });
 }
 
-int64_t work_of_token(const llama_model & model) {
-    const auto & hparams = model.hparams;
-    int64_t      res = 0, output = 0, embedding = 0;
-    for (const auto & [name, tensor] : model.tensors_by_name) {
-        const auto size = ggml_nelements(tensor);
-        if (name == "token_embd.weight") {
-            embedding = size;
-        } else if (name == "output.weight") {
-            output = size;
-        } else if (is_computed(name) && tensor->ne[1] > 1) {
-            const bool experts = hparams.n_expert > 0 && name.find("exps.") != std::string::npos;
-            res += experts ? size/hparams.n_expert*hparams.n_expert_used_max() : size;
-        }
-    }
-    return res + (output > 0 ? output : embedding);  // one tensor can be both
-}
-
 }  // namespace
 
 kvf_engine::kvf_engine(llama_context & ctx, llama_memory_i & memory, llama_kv_cache & kv)
@@ -92,7 +75,7 @@ kvf_engine::kvf_engine(llama_context & ctx, llama_memory_i & memory, llama_kv_ca
     info.host_compute = computes_on_host(model);
     info.n_threads    = cparams.n_threads;
     info.device_bytes = info.page_bytes*(info.n_slots/KVF_BLOCK);
-    info.step_work    = work_of_token(model);
+    info.step_work    = kvf_model_work(&model);
     snprintf(info.type_k, sizeof(info.type_k), "%s", ggml_type_name(kv.type_k()));
     snprintf(info.type_v, sizeof(info.type_v), "%s", layers[0].has_v ? ggml_type_name(kv.type_v()) : "");
 
@@ -106,6 +89,24 @@ kvf_engine::kvf_engine(llama_context & ctx, llama_memory_i & memory, llama_kv_ca
     row_in.resize(info.query_rows);
     servers = kvf_endpoints(ctx);
     kvf_lanes_init(*this);
+}
+
+int64_t kvf_model_work(const void * model_ptr) {
+    const auto & model   = *(const llama_model *) model_ptr;
+    const auto & hparams = model.hparams;
+    int64_t      res = 0, output = 0, embedding = 0;
+    for (const auto & [name, tensor] : model.tensors_by_name) {
+        const auto size = ggml_nelements(tensor);
+        if (name == "token_embd.weight") {
+            embedding = size;
+        } else if (name == "output.weight") {
+            output = size;
+        } else if (is_computed(name) && tensor->ne[1] > 1) {
+            const bool experts = hparams.n_expert > 0 && name.find("exps.") != std::string::npos;
+            res += experts ? size/hparams.n_expert*hparams.n_expert_used_max() : size;
+        }
+    }
+    return res + (output > 0 ? output : embedding);  // one tensor can be both
 }
 
 int kvf_abi(void) {

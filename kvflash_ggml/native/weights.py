@@ -26,6 +26,11 @@ class Weight:
     device: int
 
 
+def work(model: int) -> int:
+    """Return the multiplications with weights that a step of one token of this model makes."""
+    return int(lib.kvf_model_work(ffi.cast("void *", model)))
+
+
 def of_model(model: int) -> tuple[Weight, ...]:
     """Return the weights of the llama_model at this address, with or without its data."""
     address = ffi.cast("void *", model)

@@ -30,9 +30,9 @@ def buffer_row(shapes: Collection[tuple[int, int]], n_ubatch: int, *, overlaps: 
     return (2 if overlaps else 1) * sum(map(sum, shapes)) + MASK * n_ubatch
 
 
-def index_bytes(layers: Iterable[LayerSizes], tokens: int, config: KVFlashConfig, name: str) -> int:
+def index_bytes(layers: Iterable[LayerSizes], work: int, tokens: int, config: KVFlashConfig, name: str) -> int:
     """Return the bytes that the index of each sequence takes of the device of this name, which holds all layers, at
-    most. tokens: of a context. The kernel for it is CUDA's.
+    most. work: multiplications of a token. tokens: of a context. The kernel for it is CUDA's.
     """
     if not name.startswith("CUDA"):
         return 0
@@ -41,4 +41,4 @@ def index_bytes(layers: Iterable[LayerSizes], tokens: int, config: KVFlashConfig
         for layer in layers
         if layer.heads
     )
-    return min(config.index_limit, tokens * token)
+    return min(config.index_limit(work), tokens * token)

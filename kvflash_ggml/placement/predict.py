@@ -189,6 +189,7 @@ def sizes_of(model: int, params: Any, *, overrides: Overrides = ()) -> ModelSize
         output=output,
         embedding=embedding,
         fixed=dict(fixed),
+        work=weights.work(model),
         quantizable=_quantizable(model, params),
         n_ctx_train=llama_cpp.llama_model_n_ctx_train(model),
     )

@@ -21,13 +21,15 @@ class ModelSizes:
 
     output: the last norm and the output matrix, a tied one's copy included. embedding: the token embedding, which stays
     in host memory. fixed: weights that the user's own overrides put on a device, by its name; they are no part of the
-    others. quantizable: K and V can be of quantised types, whose blocks divide a head. n_ctx_train: tokens.
+    others. work: multiplications with weights of a token. quantizable: K and V can be of quantised types, whose blocks
+    divide a head. n_ctx_train: tokens.
     """
 
     layers: tuple[LayerSizes, ...]
     output: int
     embedding: int
     fixed: Mapping[str, int] = field(default_factory=dict)
+    work: int = 0
     quantizable: bool = True
     n_ctx_train: int = 0
 

@@ -149,7 +149,7 @@ def _survey(
     mapped: bool,
     before: Mapping[str, int],
 ) -> _Survey:
-    from ..native import measure  # here, as below: the arithmetic needs no library
+    from ..native import measure, weights  # here, as below: the arithmetic needs no library
 
     small, large = (measure.measure(model, params, cells=pool, query_rows=query_rows) for pool in pools)
     devices = memory.of_model(model)
@@ -173,7 +173,7 @@ def _survey(
         res.lanes.append(Lane(name=device.name, free=free, margin=margin, small=sizes[0], large=sizes[1]))
     if indexed and len(res.lanes) == 1:
         (lane,) = res.lanes
-        index = config.sequences * index_bytes(small.layers, params.n_ctx, config, lane.name)
+        index = config.sequences * index_bytes(small.layers, weights.work(model), params.n_ctx, config, lane.name)
         res.lanes = [replace(lane, free=lane.free - index)]
     return res
 
@@ -243,7 +243,7 @@ def sequences_for(
     """
     if why := config.serves_one or ("deterministic=True" if config.deterministic else ""):
         return 1, f"{why} serves one"
-    from ..native import measure
+    from ..native import measure, weights
 
     at, slot, n_ctx = address(model.model), slot_size(model, params), round_up(params.n_ctx, POOL_STEP)
     devices = memory.of_model(at)
@@ -255,7 +255,8 @@ def sequences_for(
         takes = [need.kv + need.compute + need.queries for need in found.devices]
         holding = [i for i, need in enumerate(found.devices) if need.kv]
         if indexed and len(holding) == 1:
-            takes[holding[0]] += count * index_bytes(found.layers, n_ctx, config, devices[holding[0]].name)
+            name = devices[holding[0]].name
+            takes[holding[0]] += count * index_bytes(found.layers, weights.work(at), n_ctx, config, name)
         return takes, sum(need.kv for need in found.devices) - cells * slot
 
     alone = measured(1)[1]

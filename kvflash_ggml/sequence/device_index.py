@@ -9,12 +9,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Floats, Int32s
-from ..constants import INDEX_ROWS, INDEX_SCORES
 from ..errors import HostMemoryError
 from ..policy.base import Pairs
 
 if TYPE_CHECKING:
     from ..native.engine import PagedEngine
+
+
+INDEX_SCORES = 1 << 20
+"""Scores that a device computes at once, at most (KVF_INDEX_SCORES): of 24 heads 2.8 million tokens."""
+
+INDEX_ROWS = 64
+"""Queries of each head that it computes them for, at most."""
 
 
 class Room(NamedTuple):
@@ -53,10 +59,9 @@ class Ahead(NamedTuple):
 class DeviceIndex:
     """The index rows of one text on a device, the first ones that have room.
 
-    A step's device computes the scores of the newest tokens in its turn, when they are requested: that takes it no
-    longer than the thread that requests them takes until its next step. Which heads a policy will ask it does not know,
-    so it computes for those of the score before. The thread that scores sends rows, and takes the result if it is what
-    the policy asks for.
+    When a score is requested, the device computes it behind the step of the newest token, from the queries that are
+    there, so that no thread has to send them. Which heads a policy will ask is not known then: it is asked for those of
+    the score before. The thread that scores sends rows, and takes the result if it is what the policy asks for.
 
     row_bytes: of a policy's index row, 0 for a policy without an index. known: what was there at the newest score that
     is used: what the other thread does meanwhile never decides what is computed where.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..arrays import Floats, Int32s
-from ..constants import CHUNK, DEVICE_STEP
+from ..constants import CHUNK
 from ..errors import HostMemoryError
 from ..native.streamed import NO_MASSES, MassRequest
 from ..policy.base import (
@@ -93,12 +93,14 @@ On an H200 with 16 cores a score of 140 million took 4.8 ms, and a step of 27 bi
 about a quarter of the time. At 128K tokens each score delays a step by 2 to 3 ms.
 """
 
+DEVICE_STEP = 5_000_000_000
+"""Multiplications in the time that a device takes for a step of the smallest model: it begins hundreds of kernels."""
+
 MIXED_SHARE = 0.08
 """As WORKER_SHARE, where the CPU computes a part of each step, for a scorer without an `overhead` of its own."""
 
 MIXED_THREADS = 4
 """Where the CPU computes a part of each step, scoring beside it gets one in this many of its threads."""
-
 
 MOST_HELD = 0.05
 """Seconds that a score waits for the next step at most. There may be none: the answer may be complete."""

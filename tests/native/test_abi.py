@@ -155,3 +155,10 @@ def test_shim_was_compiled_against_the_same_structs(bindings: Any) -> None:
     names = ("llama_context_params", "llama_model_params", "llama_batch")
     for which, name in enumerate(names):
         assert _kvf.lib.kvf_sizeof(which) == ctypes.sizeof(getattr(bindings, name)), name
+
+
+def test_the_package_asks_for_no_more_scores_than_the_engine_takes() -> None:
+    from kvflash_ggml.native import _kvf
+    from kvflash_ggml.sequence.device_index import INDEX_SCORES
+
+    assert _kvf.lib.KVF_INDEX_SCORES == INDEX_SCORES

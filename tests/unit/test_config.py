@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvflash_ggml import cli
-from kvflash_ggml.config import POOL_SETTINGS, Fit, KVFlashConfig, PrefixCache, SpecConfig, keyword
+from kvflash_ggml.config import INDEX_WORK, POOL_SETTINGS, Fit, KVFlashConfig, PrefixCache, SpecConfig, keyword
 from kvflash_ggml.constants import round_up
 from kvflash_ggml.errors import ConfigError, KVFlashError
 from kvflash_ggml.llama.keywords import PoolKeywords
@@ -165,6 +165,11 @@ def test_shares_are_elastic_unless_bits_are_promised() -> None:
         KVFlashConfig(pool_share="fair")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("fields", "limit"), [({}, 256 << 20), ({"index": 0}, 0), ({"index": 5, "parallel": 2}, 5)])
-def test_what_an_index_takes_at_most(fields: dict[str, Any], limit: int) -> None:
-    assert KVFlashConfig(**fields).index_limit == limit
+@pytest.mark.parametrize(
+    ("fields", "small", "large"), [({}, 256 << 20, 0), ({"index": 0}, 0, 0), ({"index": 5, "parallel": 2}, 5, 5)]
+)
+def test_models_that_the_host_keeps_up_with_have_no_index_on_a_gpu(
+    fields: dict[str, Any], small: int, large: int
+) -> None:
+    config = KVFlashConfig(**fields)
+    assert (config.index_limit(INDEX_WORK), config.index_limit(INDEX_WORK + 1)) == (small, large)

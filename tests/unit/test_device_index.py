@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflash_ggml.constants import INDEX_ROWS, INDEX_SCORES
 from kvflash_ggml.errors import HostMemoryError
 from kvflash_ggml.policy.base import KeyShape, ScoreRequest
-from kvflash_ggml.sequence.device_index import Room
+from kvflash_ggml.sequence.device_index import INDEX_ROWS, INDEX_SCORES, Room
 from kvflash_ggml.sequence.keys import HostKeys
 
 ROW = 16
@@ -222,6 +222,70 @@ def test_a_placement_counts_it(name: str, want: int) -> None:
     from kvflash_ggml.placement.buffers import index_bytes
 
     layers = [LayerSizes(query=4 * 8 * 128, heads=8, heads_kv=2)] * 2 + [LayerSizes()]
-    assert index_bytes(layers, 4096, KVFlashConfig(), name) == want
-    assert index_bytes(layers, 1 << 30, KVFlashConfig(), name) == min(want, 1) * (256 << 20)
-    assert index_bytes(layers, 1 << 30, KVFlashConfig(index=1000), name) == min(want, 1) * 1000
+    assert index_bytes(layers, 10**9, 4096, KVFlashConfig(), name) == want
+    assert index_bytes(layers, 10**9, 1 << 30, KVFlashConfig(), name) == min(want, 1) * (256 << 20)
+    assert index_bytes(layers, 10**11, 4096, KVFlashConfig(), name) == 0
+    assert index_bytes(layers, 10**11, 4096, KVFlashConfig(index=1000), name) == min(want, 1) * 1000
+
+
+@pytest.mark.parametrize(
+    ("free", "said", "want"), [(10**12, "", 2), (512 + 1, "", 1), (512 + 3, "", 2), (512, "CUDA0 has no memory", 0)]
+)
+def test_it_leaves_a_gpu_its_margin(free: int, said: str, want: int, monkeypatch: Any, caplog: Any) -> None:
+    """Of an index of 2 MiB at most. Sizes are MiB."""
+    from types import SimpleNamespace
+
+    from support.fake_engine import FakeEngine, make_session
+
+    from kvflash_ggml.config import KVFlashConfig
+    from kvflash_ggml.llama import reading
+    from kvflash_ggml.placement import memory
+    from kvflash_ggml.placement.sizes import Device as Place
+    from kvflash_ggml.policy.qk import QKScorer
+
+    mib, opened = 1 << 20, []
+    engine = FakeEngine(512, 128, query_rows=40)
+    engine.open_index = lambda size: opened.append(size) or size  # type: ignore[attr-defined]
+    engine.index_size = lambda units: 64  # type: ignore[attr-defined]
+    engine.info = replace(engine.info, devices=(SimpleNamespace(name="CUDA0", overlaps=True),))  # type: ignore[arg-type]
+    config = KVFlashConfig(pool=512, index=2 * mib)
+    scorer = QKScorer()
+    one = make_session(engine, config, n_ctx=8192, n_batch=128, n_ubatch=128, scorer=scorer)
+    monkeypatch.setattr(QKScorer, "index_bytes", 9 * mib)
+    place = Place(name="CUDA0", kind="gpu", free=free * mib, total=16 << 30)
+    monkeypatch.setattr(memory, "of_model", lambda model: (place, memory.host()))
+    monkeypatch.setattr(reading, "address", lambda model: 0)
+    with caplog.at_level("WARNING"):
+        reading.open_index(SimpleNamespace(weights=SimpleNamespace(model=None)), config, one)  # type: ignore[arg-type]
+    assert sum(opened) == want * mib == one.pool.index_bytes
+    assert said in caplog.text
+    assert bool(caplog.text) == bool(said)
+    one.close()
+
+
+def test_only_a_policy_with_an_index_has_one() -> None:
+    from types import SimpleNamespace
+
+    from support.fake_engine import FakeEngine, make_session
+
+    from kvflash_ggml.config import KVFlashConfig
+    from kvflash_ggml.llama import reading
+    from kvflash_ggml.policy.base import Indexed
+
+    class Other:
+        name, query_rows, index_bytes = "other", 1, 10**9
+
+        def nothing(self, *what: Any) -> None:
+            pass
+
+        open = seal = truncate = score = nothing
+
+        def close(self) -> None:
+            pass
+
+    engine, config = FakeEngine(512, 128, query_rows=40), KVFlashConfig(pool=512, index=10**6)
+    one = make_session(engine, config, n_ctx=8192, n_batch=128, n_ubatch=128, scorer=Other())
+    assert not isinstance(one.scoring.scorer, Indexed)  # type: ignore[union-attr]
+    reading.open_index(SimpleNamespace(), config, one)  # type: ignore[arg-type]
+    assert one.pool.index_bytes == 0
+    one.close()

@@ -18,14 +18,14 @@ from support.integrity import check_table
 from support.interrupter import Interrupter
 
 from kvflash_ggml.config import KVFlashConfig
-from kvflash_ggml.constants import CHUNK, DEVICE_STEP
+from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import DecodeError, SnapshotError
 from kvflash_ggml.llama.stats import PoolStats
 from kvflash_ggml.runtime.text import Text
 from kvflash_ggml.sequence import scoring
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.relevance import SOON
-from kvflash_ggml.sequence.scoring import DELAY, DEVICE_RATE, WORK_SHARE
+from kvflash_ggml.sequence.scoring import DELAY, DEVICE_RATE, DEVICE_STEP, WORK_SHARE
 from kvflash_ggml.sequence.selection import Selection
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.sequence.step import LAST
