@@ -80,7 +80,7 @@ def opened(
     from kvflash_ggml.llama.llama import Llama  # not before: it loads the library, which counting results does without
 
     options = dict(options)
-    heads = options.pop("heads", None)
+    heads, index = options.pop("heads", None), options.pop("kvflash_index", None)
     if pool is not None:
         name, previews = base_policy(policy), preview_share(policy) is not None
         reading = "exact" if previews or reads_exactly(policy) else "pool"
@@ -88,7 +88,8 @@ def opened(
             name = "qk"
         calibrate = False if name == ALL_HEADS else True if heads is None else Path(heads)
         settings = {
-            "policy": "qk" if name == ALL_HEADS else name, "reading": reading, "calibrate": calibrate, **(fields or {})
+            "policy": "qk" if name == ALL_HEADS else name, "reading": reading, "calibrate": calibrate, "index": index,
+            **(fields or {}),
         }  # fmt: skip
         keywords["kvflash"] = KVFlashConfig(pool=pool, **settings)
     llm = Llama(model, n_ctx=n_ctx, flash_attn=True, verbose=False, **keywords, **options)

@@ -183,4 +183,6 @@ def serve_options(options: dict[str, Any], *, pool: int, n_ctx: int) -> list[str
         line += ["--no-repack"]
     if options["heads"] is not None:
         line += ["--kvflash-calibrate", str(options["heads"])]
+    if "kvflash_index" in options:
+        line += ["--kvflash-index", str(options["kvflash_index"])]
     return line

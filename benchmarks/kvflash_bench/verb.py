@@ -12,7 +12,7 @@ import click
 from kvflash_ggml.constants import KV_TYPES
 from kvflash_ggml.native import library
 
-from .options import user_errors
+from .options import Bytes, user_errors
 
 UNSAID = (None, (), "", False)
 """Defaults that --help does not show."""
@@ -56,6 +56,9 @@ class ModelOptions:
         "Retrieval heads of the policy qk, from 'kvflash-run calibrate' or 'random-model'. Else they are found.",
         type=click.Path(exists=True, dir_okay=False),
     )
+    kvflash_index: int | None = option(
+        None, "Most memory of a CUDA GPU for the index by which chunks are scored, 0 for none.", type=Bytes()
+    )
 
     def keywords(self) -> dict[str, Any]:
         """Keywords of `Llama`, and `heads`: see `opening.opened`."""
@@ -69,6 +72,7 @@ class ModelOptions:
             "type_v": KV_TYPES[self.cache_type_v],
             "use_extra_bufts": self.repack,
             "heads": self.heads,
+            **({} if self.kvflash_index is None else {"kvflash_index": self.kvflash_index}),
         }
 
 

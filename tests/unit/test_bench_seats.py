@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import click
 import pytest
@@ -124,6 +125,23 @@ def test_weights_are_packed_by_both_or_by_none() -> None:
     for line in (stock.flags, lambda options: sockets.serve_options(options, pool=1024, n_ctx=1024)):
         assert "--no-repack" not in line(OPTIONS)
         assert "--no-repack" in line(OPTIONS | {"use_extra_bufts": False})
+
+
+@pytest.mark.parametrize("size", [0, 1 << 20])
+def test_an_index_of_a_size_that_is_asked_for(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvflash_bench.opening import opened
+    from kvflash_bench.verb import ModelOptions
+    from kvflash_ggml.llama import llama
+
+    made: list[Any] = []
+    monkeypatch.setattr(llama, "Llama", lambda model, **keywords: made.append(keywords) or MagicMock())
+    options = ModelOptions(kvflash_index=size).keywords()
+    assert "kvflash_index" not in ModelOptions().keywords()
+    with opened("m.gguf", n_ctx=512, options=options, pool=512, policy="qk"), opened("m", n_ctx=512, options=options):
+        assert made[0]["kvflash"].index == size
+        assert not any("kvflash_index" in keywords for keywords in made)
+    line = " ".join(sockets.serve_options(OPTIONS | {"kvflash_index": size}, pool=1024, n_ctx=1024))
+    assert f"--kvflash-index {size}" in line
 
 
 def test_our_server_is_asked_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
