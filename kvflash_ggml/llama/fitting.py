@@ -376,7 +376,7 @@ def by_memory(sizes: ModelSizes, devices: tuple[Device, ...], layers: int) -> tu
 
 
 def _index(config: KVFlashConfig, sizes: ModelSizes, devices: tuple[Device, ...], tokens: int) -> Mapping[str, int]:
-    """Return what the policy's index takes, by device: of a single one, since it holds all layers or none is made."""
+    """Return what the policy's index takes at most, by device: of a single one, since it must hold all layers."""
     if len(devices) > 2:  # with the host
         return {}
     name = devices[0].name

@@ -13,7 +13,7 @@ from ..config import Fit, KVFlashConfig
 from ..constants import POOL_STEP, round_up
 from ..errors import ConfigError, DeviceLimit, HostMemoryError, UnsupportedError
 from ..logs import warn_once
-from ..placement.buffers import buffer_row
+from ..placement.buffers import buffer_row, scores_by_index
 from ..placement.sizes import HOST
 from ..policy.base import Indexed
 from ..runtime.model import Model
@@ -126,12 +126,15 @@ def open_index(model: Model, config: KVFlashConfig, sequence: Sequence) -> None:
     size = min(config.index_limit(pool.engine.info.step_work), scorer.index_bytes) if isinstance(scorer, Indexed) else 0
     if not size:
         return
-    name = pool.engine.info.devices[0].name
+    devices = pool.engine.info.devices
+    name = devices[0].name
     gpus = [x for x in memory.of_model(address(model.weights.model)) if x.name == name and x.kind == "gpu"]
     size = min([size, *((x.free - memory.margin(x, Fit())) // config.sequences for x in gpus)])
     try:
         if size <= 0:
-            raise HostMemoryError(f"{name} has no memory for an index beside its margin")
+            able = len(devices) == 1 and scores_by_index(name)
+            why = HostMemoryError if able else UnsupportedError
+            raise why(f"{name} has no memory for an index beside its margin")
         pool.make_index(size)
     except (UnsupportedError, HostMemoryError) as err:
         asked = config.index is not None or isinstance(err, HostMemoryError)

@@ -480,9 +480,8 @@ class PagedEngine:
         return self._score(lib.kvf_index_score, which, heads, addresses, rows, queries, threads)
 
     def open_index(self, size: int) -> int:
-        """Make room for `size` bytes of index rows on a device, once. Returns the bytes that it takes there.
-
-        UnsupportedError if no device of the pool scores by them, HostMemoryError if there is no room.
+        """Make room for `size` bytes of index rows on the device of all pooled layers, once. Returns the bytes that it
+        takes there. UnsupportedError if there is none that scores by them, HostMemoryError if there is no room.
         """
         taken = ffi.new("int64_t *")
         return int(value(lib.kvf_index_open(self._engine, size, taken), taken))

@@ -387,13 +387,15 @@ enum kvf_status kvf_keys_score (const kvf_engine * engine, int32_t n_heads, cons
 // Scoring on the device that holds all of the pool, from index rows that lie there, in its turn behind the steps.
 
 #define KVF_INDEX_SCORES 1048576  // results of one call, at most
+#define KVF_INDEX_ROWS   64       // queries of a head in one call, at most
 
 // Room for `size` bytes of index rows on the device, once, before others of these are called. UNSUPPORTED if it has no kernel
 // for it, MEMORY if there is no room.
 enum kvf_status kvf_index_open (kvf_engine * engine, int64_t size, int64_t * device_bytes);
-// Copy the index rows at these addresses there, one behind the other: beside the steps, and on any thread.
+// Copy the index rows at these addresses there, one behind the other: beside the steps, and on any thread. No score that has
+// not ended may read what was there.
 enum kvf_status kvf_index_put  (kvf_engine * engine, int64_t offset, int32_t n, const uint64_t * row, int64_t size);
-// As kvf_index_score, from the n index rows at `offset`, a multiple of 16, for the captured queries in these rows, 64 at most.
+// As kvf_index_score, from the n index rows at `offset`, a multiple of 16, for the captured queries in these rows.
 // `out` is there when a transfer that begins behind the compute, such as kvf_query_read, is done.
 enum kvf_status kvf_index_score_there(kvf_engine * engine, int32_t n_units, const kvf_head * units, int32_t n_heads,
                                       const kvf_head * heads, int32_t n, int64_t offset, int32_t rows, const int32_t * row,

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+static_assert(KVF_INDEX_ROWS == KVF_SCORES_MAX_ROWS, "what a caller may ask for is what a kernel takes");
+
 namespace {
 
 int64_t blocks_of(const kvf_layer & l) {
@@ -13,13 +15,19 @@ int64_t blocks_of(const kvf_layer & l) {
 }
 
 bool is_inside(const kvf_device_index & there, int64_t offset, int64_t n, int64_t size) {
-    const int64_t all = ggml_nbytes(there.rows);  // a kernel reads 16 bytes at once
-    return offset >= 0 && offset % 16 == 0 && n > 0 && size > 0 && size <= all && n <= (all - offset)/size;
+    const int64_t all = ggml_nbytes(there.rows);
+    const bool    fit = offset >= 0 && offset % 16 == 0;  // a kernel reads 16 bytes at once
+    return fit && n > 0 && size > 0 && size <= all && n <= (all - offset)/size;
+}
+
+// Rows of queries that a text has, or is asked for, at most.
+int32_t most_rows(const kvf_engine & engine) {
+    return std::min(KVF_SCORES_MAX_ROWS, engine.info.query_rows/engine.info.n_seq);
 }
 
 // Are these rows of captured queries?
 bool are_rows(const kvf_engine & engine, int32_t n, const int32_t * row) {
-    return n <= KVF_SCORES_MAX_ROWS && std::all_of(row, row + n, [&](auto i) { return i >= 0 && i < engine.info.query_rows; });
+    return n <= most_rows(engine) && std::all_of(row, row + n, [&](auto i) { return i >= 0 && i < engine.info.query_rows; });
 }
 
 }  // namespace
@@ -34,7 +42,8 @@ kvf_status kvf_index_open(kvf_engine * engine, int64_t size, int64_t * device_by
         units += l.n_head_kv;
         blocks = std::max(blocks, blocks_of(l));
     }
-    if (!scores || engine->lanes.size() > 1 || lane.mode != KVF_MODE_STREAM || blocks > KVF_SCORES_MAX_BLOCKS) {
+    if (!scores || engine->lanes.size() > 1 || lane.mode != KVF_MODE_STREAM || blocks > KVF_SCORES_MAX_BLOCKS
+        || most_rows(*engine) == 0) {
         return kvf_fail(KVF_STATUS_UNSUPPORTED, "no device holds all of the pool and scores by an index");
     }
     if (size <= 0 || engine->device_index) {
@@ -45,12 +54,12 @@ kvf_status kvf_index_open(kvf_engine * engine, int64_t size, int64_t * device_by
     made->lane   = &lane;
     made->scores = scores;
     made->blocks = blocks;
-    made->heads  = GGML_PAD(units*sizeof(kvf_scores_unit), alignof(kvf_scores_head));
+    made->heads_at  = GGML_PAD(units*sizeof(kvf_scores_unit), alignof(kvf_scores_head));
     made->ctx.reset(ggml_init({ 4*ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }));
     auto *     ctx     = made->ctx.get();
-    const auto columns = heads*KVF_SCORES_MAX_ROWS;
+    const auto columns = heads*most_rows(*engine);
     made->rows    = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, size);
-    made->asked   = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, made->heads + heads*sizeof(kvf_scores_head));
+    made->asked   = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, made->heads_at + heads*sizeof(kvf_scores_head));
     made->queries = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, columns*blocks*ggml_type_size(GGML_TYPE_Q8_0));
     made->out     = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, KVF_INDEX_SCORES);
     made->buffer.reset(ggml_backend_alloc_ctx_tensors(ctx, lane.compute));
@@ -97,7 +106,7 @@ kvf_status kvf_index_score_there(kvf_engine * engine, int32_t n_units, const kvf
         return kvf_fail(KVF_STATUS_ARGUMENT, "no index of %d rows of %lld bytes at %lld for %d queries a head", n,
                         (long long) size, (long long) offset, rows);
     }
-    std::vector<char> asked(there->heads + n_heads*sizeof(kvf_scores_head));
+    std::vector<char> asked(there->heads_at + n_heads*sizeof(kvf_scores_head));
     auto *  part = (kvf_scores_unit *) asked.data();
     int64_t most = 0;
     for (const auto & g : groups) {
@@ -106,7 +115,7 @@ kvf_status kvf_index_score_there(kvf_engine * engine, int32_t n_units, const kvf
         *part++ = { (int32_t) k.offset, (int32_t) blocks, (int32_t) g.first, (int32_t) g.count, k.scale };
         most    = std::max(most, g.count);
     }
-    auto * head = (kvf_scores_head *) (asked.data() + there->heads);
+    auto * head = (kvf_scores_head *) (asked.data() + there->heads_at);
     for (int32_t i = 0; i < n_heads; ++i) {
         const auto & l      = layers[heads[i].layer];
         const auto * stored = engine->pool.queries.at(l.il).rows;
@@ -122,7 +131,7 @@ kvf_status kvf_index_score_there(kvf_engine * engine, int32_t n_units, const kvf
     std::copy_n(row, rows, wanted.row);
     const auto * there_asked = (const char *) there->asked->data;
     there->scores(compute, (const char *) there->rows->data + offset, size, n, (const kvf_scores_unit *) there_asked,
-                  groups.size(), most, (const kvf_scores_head *) (there_asked + there->heads), n_heads, wanted,
+                  groups.size(), most, (const kvf_scores_head *) (there_asked + there->heads_at), n_heads, wanted,
                   there->queries->data, there->blocks, (float *) there->out->data);
     ggml_backend_tensor_get_async(compute, there->out, out, 0, columns*n*sizeof(float));
     return KVF_STATUS_SUCCESS;

@@ -20,6 +20,6 @@ struct kvf_device_index {
     ggml_tensor *           queries = nullptr;  // I8, Q8_0 blocks of each column
     ggml_tensor *           out     = nullptr;  // F32, of all columns and chunks
     int32_t                 blocks  = 1;        // of a column
-    int64_t                 heads   = 0;        // where these begin
+    int64_t                 heads_at = 0;       // where these begin
     std::vector<char>       known;              // what `asked` holds: most tokens ask the same heads
 };

@@ -1,5 +1,5 @@
 // Attention masses from an index on the device. A block of 64 threads has the keys of a chunk in one KV head, a thread one of
-// them, and multiplies it with up to eight queries. So the index is read once: 144 MiB in 0.11 ms on an H200.
+// them, and multiplies it with up to eight queries. So the index is read once for them: 144 MiB in 0.11 ms on an H200.
 
 #include "kvf_scores.h"
 
@@ -18,7 +18,7 @@ static __device__ __forceinline__ int four_bytes(const uint8_t * p) {
     return q[0] | (int) q[1] << 16;
 }
 
-// Rounds queries as the host does: a warp a block.
+// Rounds queries nearly as the host does: a warp a block.
 static __global__ void encode(const kvf_scores_head * heads, const kvf_scores_rows rows, block_q8_0 * queries, const int blocks) {
     const kvf_scores_head h = heads[blockIdx.x/rows.n];
     const int   i    = QK8_0*blockIdx.y + threadIdx.x;

@@ -30,11 +30,16 @@ def buffer_row(shapes: Collection[tuple[int, int]], n_ubatch: int, *, overlaps: 
     return (2 if overlaps else 1) * sum(map(sum, shapes)) + MASK * n_ubatch
 
 
+def scores_by_index(name: str) -> bool:
+    """Report whether the device of this name has the kernel that scores chunks by an index."""
+    return name.startswith("CUDA")
+
+
 def index_bytes(layers: Iterable[LayerSizes], work: int, tokens: int, config: KVFlashConfig, name: str) -> int:
     """Return the bytes that the index of each sequence takes of the device of this name, which holds all layers, at
-    most. work: multiplications of a token. tokens: of a context. The kernel for it is CUDA's.
+    most. work: multiplications of a token. tokens: of a context.
     """
-    if not name.startswith("CUDA"):
+    if not scores_by_index(name):
         return 0
     token = sum(
         layer.heads_kv * -(-layer.query // (F32 * layer.heads) // INDEX_BLOCK) * INDEX_BLOCK_BYTES

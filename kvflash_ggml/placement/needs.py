@@ -105,9 +105,6 @@ class Bill:
         )
         return F32 * (columns + results) + max(pieces) if columns else 0
 
-    def _index(self, device: Device) -> int:
-        return self._request.index.get(device.name, 0) if self._paged else 0
-
     def base(self, part: LayerBytes) -> int:
         """Return the bytes that a layer takes of its device, without its experts."""
         cached = part.kv + part.window + part.staging if self._request.offload_kqv else 0
@@ -119,7 +116,6 @@ class Bill:
             self._compute.get(device.name, 0)
             + self._sizes.fixed.get(device.name, 0)
             + self._request.extra.get(device.name, 0)
-            + self._index(device)
             + memory.margin(device, self._request.fit)
             + self.stages(device, self.parts)
             + self.masses(device, self.parts)
@@ -128,15 +124,17 @@ class Bill:
     def device(self, device: Device, begin: int, end: int, kept: int) -> Needs:
         """Return the needs of a device with these layers, and the experts of layers from `kept` on.
 
-        A device that holds nothing needs no margin.
+        A device that holds nothing needs no margin. An index takes what is left, and only beside all layers.
         """
         here = self.parts[begin:end]
         cached = here if self._request.offload_kqv else ()
         need = self._needs(device, begin, end, cached, experts=sum(part.experts for part in self.parts[kept:end]))
-        if here:
-            return need
-        holds = self._sizes.fixed.get(device.name) or need.extra
-        return replace(need, compute=0, index=0, margin=need.margin if holds else 0)
+        if not here:
+            holds = self._sizes.fixed.get(device.name) or need.extra
+            return replace(need, compute=0, margin=need.margin if holds else 0)
+        if self._paged and cached and begin == 0 and end >= len(self._sizes.layers):
+            return replace(need, index=max(0, min(need.left, self._request.index.get(device.name, 0))))
+        return need
 
     def host(self, device: Device, first: int, moved: tuple[int, ...]) -> Needs:
         """Return the needs of the host: layers before `first`, experts of the layers `moved`, and the token embedding.
@@ -165,7 +163,6 @@ class Bill:
             stages=self.stages(device, cached),
             masses=self.masses(device, cached),
             queries=sum(part.queries for part in here),
-            index=self._index(device),
             extra=self._request.extra.get(device.name, 0),
             margin=memory.margin(device, self._request.fit),
         )

@@ -61,7 +61,7 @@ class PlacementRequest:
     offload_kqv: K and V are where their layer is, else all on the host. query_rows: captured queries a pooled layer
     keeps. stage: tokens of stages for exact reading, which have to have room beside a pool. masses: values of attention
     masses that a policy asks of the last step of a prompt at most, heads x rows x chunks. index: what that of a policy
-    takes, by device. extra: what something else takes, such as a drafter.
+    takes at most, by device. extra: what something else takes, such as a drafter.
     """
 
     n_ctx: int

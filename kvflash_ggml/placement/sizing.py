@@ -106,7 +106,7 @@ def fit(
     if least == most:
         return resolve(config, n_ctx=n_ctx, slot_bytes=slot_bytes, lanes=())
     there = _survey(
-        config, address(model.model), params, (least, most), query_rows, indexed, reserved, mapped, before or {}
+        config, address(model.model), params, n_ctx, (least, most), query_rows, indexed, reserved, mapped, before or {}
     )
     size = resolve(config, n_ctx=n_ctx, slot_bytes=slot_bytes, lanes=there.lanes)
     why = size.why + "".join(f", {x / 2**20:,.0f} MiB of {name} went" for name, x in there.lost.items())
@@ -142,6 +142,7 @@ def _survey(
     config: KVFlashConfig,
     model: int,
     params: llama_context_params,
+    n_ctx: int,
     pools: tuple[int, int],
     query_rows: int,
     indexed: bool,
@@ -173,7 +174,7 @@ def _survey(
         res.lanes.append(Lane(name=device.name, free=free, margin=margin, small=sizes[0], large=sizes[1]))
     if indexed and len(res.lanes) == 1:
         (lane,) = res.lanes
-        index = config.sequences * index_bytes(small.layers, weights.work(model), params.n_ctx, config, lane.name)
+        index = config.sequences * index_bytes(small.layers, weights.work(model), n_ctx, config, lane.name)
         res.lanes = [replace(lane, free=lane.free - index)]
     return res
 

@@ -68,7 +68,9 @@ class Keys(Protocol):
         ...
 
     def score_index(self, units: Pairs, rows: Sequence[Row], heads: Pairs, request: ScoreRequest) -> Floats:
-        """Return the result of `score_keys`, computed from rows that `index` returned."""
+        """Return the result of `score_keys`, computed from rows that `index` returned. The queries of the request, or
+        the newest of them, must be as they came: a device has them already.
+        """
         ...
 
     def score_keys(self, chunks: Sequence[int], request: ScoreRequest, heads: Pairs | None = None) -> Floats:
@@ -206,7 +208,7 @@ class Indexed(Protocol):
 
     @property
     def units(self) -> Pairs:
-        """The KV heads that are indexed. They change with `Selective.use` alone."""
+        """The KV heads that are indexed. They change with `open` and `Selective.use` alone; before, it may be none."""
         ...
 
 

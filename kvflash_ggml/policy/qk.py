@@ -105,6 +105,7 @@ class QKScorer:
         self._exact_work = exact_work
         self._successors = successors
         self._rows: list[Row | None] = []
+        self._units: Pairs = np.empty((0, 2), np.int32)
         self._shares: deque[tuple[Floats, Floats]] = deque(maxlen=SCORES_KEPT)
         self.explains = False
         self.measures = True
@@ -170,7 +171,7 @@ class QKScorer:
 
     @property
     def units(self) -> Pairs:
-        """The KV heads that are indexed."""
+        """The KV heads that are indexed; none before `open`."""
         return self._units
 
     def rescored(self, n_chunks: int) -> int:

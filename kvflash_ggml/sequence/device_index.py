@@ -132,6 +132,8 @@ class DeviceIndex:
     def truncate(self, n_chunks: int) -> None:
         """Forget the rows from `n_chunks` on."""
         self._sent = min(self._sent, n_chunks)
+        if self.there is not None:  # a score that asks for no row tells of it once more
+            self.there = self.there._replace(chunks=min(self.there.chunks, n_chunks))
 
     def renew(self) -> None:
         """Note that all rows are others."""

@@ -274,6 +274,7 @@ class Scoring:
     def _use(self, heads: Pairs) -> None:
         if isinstance(self.scorer, Selective):
             self._keys.truncate(0)
+            self._keys.device.renew()
             try:
                 self.scorer.use(heads)
             except Exception as err:
@@ -297,8 +298,8 @@ class Scoring:
 
         captured: how many of the newest tokens have captured queries, None for all that are kept. wanted: the request
         to the newest step, whose layer buffers held the chunks `seen`. beside: takes an event, to be set when the next
-        step has been submitted. Before that the thread that scores would keep the next step waiting for the
-        interpreter.
+        step has been submitted, where the host has no part in it. Before that the thread that scores would keep the
+        next step waiting for the interpreter.
         """
         self.passes += 1
         count = self._rows(len(tokens), rows, captured)
@@ -499,7 +500,10 @@ class Scoring:
             tokens=tokens, n_chunks=n_chunks, rows=rows, queries=queries, protected=protected, masses=masses
         )
         self._keys.ahead = ahead
-        scores = check_scores(self.scorer, self.scorer.score(request), n_chunks, queries, masses)
+        try:
+            scores = check_scores(self.scorer, self.scorer.score(request), n_chunks, queries, masses)
+        finally:
+            self._keys.ahead = None
         taken = time.perf_counter() - began
         self.seconds += taken
         if self.clock is not None:
@@ -521,9 +525,9 @@ class Scoring:
     def _room(self, which: int, count: int) -> Floats:
         """Return page-locked room for so many floats, which are used before others are put there."""
         if count > len(self._rooms[which]):
-            if len(self._rooms[which]):
-                self._run(self._release, self._rooms[which].ctypes.data)  # behind scores that use it
-            self._rooms[which] = np.empty(0, np.float32)
+            old, self._rooms[which] = self._rooms[which], np.empty(0, np.float32)
+            if len(old):
+                self._run(self._release, old.ctypes.data)  # behind scores that use it
             self._rooms[which] = self._buffer(count + count // 4)  # the text grows
         return self._rooms[which][:count]
 

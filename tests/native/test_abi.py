@@ -159,6 +159,6 @@ def test_shim_was_compiled_against_the_same_structs(bindings: Any) -> None:
 
 def test_the_package_asks_for_no_more_scores_than_the_engine_takes() -> None:
     from kvflash_ggml.native import _kvf
-    from kvflash_ggml.sequence.device_index import INDEX_SCORES
+    from kvflash_ggml.sequence.device_index import INDEX_ROWS, INDEX_SCORES
 
-    assert _kvf.lib.KVF_INDEX_SCORES == INDEX_SCORES
+    assert (_kvf.lib.KVF_INDEX_SCORES, _kvf.lib.KVF_INDEX_ROWS) == (INDEX_SCORES, INDEX_ROWS)

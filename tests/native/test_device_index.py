@@ -166,19 +166,22 @@ def test_several_texts_have_the_scores_of_the_host(
     assert max(device.scored) == most if part == 1 else max(device.scored) < most
 
 
+@pytest.mark.parametrize("reading", ["pool", "exact"])
 def test_a_text_that_is_cut_and_restored_has_them_too(
-    llama: Callable[..., Any], tokens: npt.NDArray[np.int32], monkeypatch: pytest.MonkeyPatch
+    llama: Callable[..., Any], tokens: npt.NDArray[np.int32], monkeypatch: pytest.MonkeyPatch, reading: str
 ) -> None:
     device = IndexThere(monkeypatch)
 
     def told(size: int | None) -> list[Any]:
-        """The chunks in the pool, and page-ins, after each of some turns."""
-        llm, seen = llama(n_ctx=4096, kvflash=512, kvflash_policy="qk", kvflash_tau=4, kvflash_index=size), []
+        """The scores of each token of some turns, then the chunks in the pool, and page-ins."""
+        fields = {"kvflash_policy": "qk", "kvflash_tau": 4, "kvflash_reading": reading, "kvflash_index": size}
+        llm, seen = llama(n_ctx=4096, kvflash=512, **fields), []
         ids = (tokens % llm.n_vocab()).tolist()
 
         def answer(first: int) -> None:
             for token in ids[first : first + 40]:
                 llm.eval([token])
+                seen.append(inside(llm).session.relevance.ranking.tobytes())
             table = inside(llm).session.table
             seen.append(([c.block for c in table.chunks], llm.kvflash.page_ins))
 
@@ -195,6 +198,7 @@ def test_a_text_that_is_cut_and_restored_has_them_too(
         llm.eval(ids[3000:4500])
         answer(4500)
         assert llm.kvflash.page_ins > 0
+        assert (llm.kvflash.last.ranked == "exact") == (reading == "exact")
         llm.close()
         return seen
 

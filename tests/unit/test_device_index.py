@@ -172,7 +172,7 @@ def test_it_scores_the_rows_of_now(data: st.DataObject) -> None:
     number = 0
     for _ in range(data.draw(st.integers(1, 20))):
         seq = data.draw(st.integers(0, 1))
-        match data.draw(st.sampled_from(["grow", "cut", "replace", "some"])):
+        match data.draw(st.sampled_from(["grow", "cut", "replace", "some", "nothing"])):
             case "grow":
                 for _ in range(data.draw(st.integers(1, 4))):
                     number += 1
@@ -182,6 +182,8 @@ def test_it_scores_the_rows_of_now(data: st.DataObject) -> None:
                 del held[seq][left:]
                 texts[seq].device.cut(left)
                 texts[seq].truncate(left)
+            case "nothing":  # a score that asks for no row, such as one by exact masses
+                texts[seq].device.known = texts[seq].device.there
             case "replace":
                 held[seq] = [row(number + i) for i in range(1, data.draw(st.integers(2, 9)))]
                 number += 10
@@ -189,7 +191,7 @@ def test_it_scores_the_rows_of_now(data: st.DataObject) -> None:
                 few = held[seq][data.draw(st.integers(1, len(held[seq]) - 1)) :]
                 found = some(texts[seq], few, len(held[seq]))
                 assert found == [-float(r[:4].view(np.float32)[0]) for r in few]
-        if held[seq]:
+        if held[seq] and data.draw(st.booleans()):
             found = scored(texts[seq], held[seq])
             wanted = [float(r[:4].view(np.float32)[0]) for r in held[seq]]
             assert found == [x if i < 6 else -x for i, x in enumerate(wanted)]
@@ -229,9 +231,16 @@ def test_a_placement_counts_it(name: str, want: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "said", "want"), [(10**12, "", 2), (512 + 1, "", 1), (512 + 3, "", 2), (512, "CUDA0 has no memory", 0)]
+    ("name", "free", "said", "want"),
+    [
+        ("CUDA0", 10**9, "", 2),
+        ("CUDA0", 512 + 1, "", 1),
+        ("CUDA0", 512 + 3, "", 2),
+        ("CUDA0", 512, "CUDA0 has no memory", 0),
+        ("Vulkan0", 512, "", 0),
+    ],
 )
-def test_it_leaves_a_gpu_its_margin(free: int, said: str, want: int, monkeypatch: Any, caplog: Any) -> None:
+def test_it_leaves_a_gpu_its_margin(name: str, free: int, said: str, want: int, monkeypatch: Any, caplog: Any) -> None:
     """Of an index of 2 MiB at most. Sizes are MiB."""
     from types import SimpleNamespace
 
@@ -247,12 +256,12 @@ def test_it_leaves_a_gpu_its_margin(free: int, said: str, want: int, monkeypatch
     engine = FakeEngine(512, 128, query_rows=40)
     engine.open_index = lambda size: opened.append(size) or size  # type: ignore[attr-defined]
     engine.index_size = lambda units: 64  # type: ignore[attr-defined]
-    engine.info = replace(engine.info, devices=(SimpleNamespace(name="CUDA0", overlaps=True),))  # type: ignore[arg-type]
-    config = KVFlashConfig(pool=512, index=2 * mib)
+    engine.info = replace(engine.info, devices=(SimpleNamespace(name=name, overlaps=True),))  # type: ignore[arg-type]
+    config = KVFlashConfig(pool=512)
     scorer = QKScorer()
     one = make_session(engine, config, n_ctx=8192, n_batch=128, n_ubatch=128, scorer=scorer)
-    monkeypatch.setattr(QKScorer, "index_bytes", 9 * mib)
-    place = Place(name="CUDA0", kind="gpu", free=free * mib, total=16 << 30)
+    monkeypatch.setattr(QKScorer, "index_bytes", 2 * mib)
+    place = Place(name=name, kind="gpu", free=free * mib, total=16 << 30)
     monkeypatch.setattr(memory, "of_model", lambda model: (place, memory.host()))
     monkeypatch.setattr(reading, "address", lambda model: 0)
     with caplog.at_level("WARNING"):
@@ -289,3 +298,25 @@ def test_only_a_policy_with_an_index_has_one() -> None:
     reading.open_index(SimpleNamespace(), config, one)  # type: ignore[arg-type]
     assert one.pool.index_bytes == 0
     one.close()
+
+
+def test_the_default_has_an_index_before_it_is_open() -> None:
+    """A placement asks for that."""
+    from kvflash_ggml import policy
+    from kvflash_ggml.policy.base import Indexed
+
+    assert isinstance(policy.resolve("qk"), Indexed)
+
+
+def test_other_heads_and_back() -> None:
+    device = Device(8 * ROW)
+    keys, rows = text(device, Room(0, 8 * ROW)), [row(i) for i in range(1, 4)]
+    assert scored(keys, rows) == [1, 2, 3]
+    known, others = keys.device.known, [row(9) for _ in rows]
+    for used in (others, rows):
+        keys.truncate(0)
+        keys.device.renew()
+        if used is others:
+            score(keys, others, None, heads=np.array([[0, 1]], np.int32))
+    keys.device.known = known  # no score since then is used yet
+    assert score(keys, rows, begin(keys, 3)).tolist() == [[-1, -2, -3]]

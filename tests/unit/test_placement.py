@@ -127,6 +127,27 @@ def test_exact_scores_have_room_where_layers_have_stages() -> None:
     assert asked[0].total - plain[0].total == asked[0].masses
 
 
+@pytest.mark.parametrize(
+    ("free", "layers", "want"), [(600, -1, 100), (81, -1, 16), (65, -1, 0), (600, 6, 0), (600, 0, 0)]
+)
+def test_an_index_takes_what_is_left_beside_all_layers(free: int, layers: int, want: int) -> None:
+    """No layer leaves for it. Sizes are MiB."""
+    layer = LayerSizes(dense=7 * MIB, k_row=64, v_row=64, query=4096, heads=8, heads_kv=2)
+    sizes = ModelSizes(layers=(layer,) * 8, output=0, embedding=0)
+    request = PlacementRequest(
+        n_ctx=131_072, n_ubatch=512, pool=4096, type_k="f16", type_v="f16", n_gpu_layers=layers,
+        fit=Fit(margin=0), index={"CUDA0": 100 * MIB},
+    )  # fmt: skip
+    plain, indexed = (
+        placed(sizes, (*gpus(free * MIB), host(64 * GIB)), one, nothing)
+        for one in (replace(request, index={}), request)
+    )
+    assert (indexed.n_gpu_layers, indexed.pool) == (plain.n_gpu_layers, plain.pool)
+    need = indexed.needs[0]
+    assert need.index == want * MIB
+    assert replace(need, index=0) == plain.needs[0]
+
+
 def test_stages_that_are_asked_for_have_room_set_aside() -> None:
     """Two of a layer's K and V in turn where transfers overlap, and their columns of the mask."""
     request = PlacementRequest(n_ctx=131_072, n_ubatch=512, type_k="f16", type_v="f16")
