@@ -379,8 +379,8 @@ class KVFlashConfig:
     def index_limit(self, work: int) -> int:
         """Return the most bytes of a GPU for a sequence's index. work: multiplications of a step of one token.
 
-        The host scores a model of 27 billion weights, whose steps on an H200 take 10 ms, without a delay. With an index
-        there the steps took 0.4 ms longer.
+        With an index the steps of a model of 27 billion weights took 0.4 ms longer on an H200, of 10 ms. The host
+        scores it at every token of 4,096, and at every third of 131,072.
         """
         return (INDEX if work <= INDEX_WORK else 0) if self.index is None else self.index
 

@@ -202,8 +202,8 @@ class Exact(Protocol):
 
 @runtime_checkable
 class Indexed(Protocol):
-    """A scorer that asks `Keys.score_index` for the scores of a text. A device can have a copy of its rows, and is as
-    fast for all chunks as for one: `Costed.work` then counts only what the host does.
+    """A scorer that asks `Keys.score_index` for the scores of a text. A device can have a copy of its rows. What it
+    computes costs the host nothing: `Costed.work` counts the rest.
     """
 
     @property
